@@ -1,0 +1,44 @@
+"""Every notebook's inline tests, as nbdev_test runs them but each in a fresh process, then tests/ with pytest. Closes with `N passed, N failed`.
+
+    python tests/run_all.py [GLOB]      GLOB picks notebooks, such as '2*'; without it tests/ run as well"""
+import os, signal, subprocess, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from notebooks import NBS, ROOT, chapters
+
+NB_TIMEOUT, SUITE_TIMEOUT = 420, 900
+ONE = '''
+import sys
+from pathlib import Path
+from nbdev.config import get_config
+from nbdev.test import test_nb
+ok, _ = test_nb(Path(sys.argv[1]), skip_flags=str(get_config().tst_flags).split(), basepath=sys.argv[2])
+sys.exit(not ok)'''
+
+def run(cmd, cwd, timeout):
+    "Exit code, seconds and output. Whatever the command left running dies with its process group."
+    with tempfile.TemporaryFile() as log:       # a file: a leftover child that holds a pipe would block the read
+        t = time.time(); late = ''
+        p = subprocess.Popen(cmd, cwd=cwd, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, 'OMP_NUM_THREADS': '1', 'MPLBACKEND': 'agg'})
+        try: p.wait(timeout)
+        except subprocess.TimeoutExpired: late = f'\ntimed out after {timeout} s'
+        finally:
+            try: os.killpg(p.pid, signal.SIGKILL)
+            except ProcessLookupError: pass
+        p.wait(); log.seek(0)
+        return 1 if late else p.returncode, time.time()-t, log.read().decode(errors='replace') + late
+
+def report(name, result):
+    code, seconds, out = result
+    print(f"{'PASS' if code == 0 else 'FAIL'} {name} ({seconds:.0f} s)", flush=True)
+    if code: print(out[-6000:], flush=True)
+    return code != 0
+
+def main(glob=None):
+    jobs = [(p.name, [sys.executable, '-c', ONE, str(p), str(ROOT)], NBS, NB_TIMEOUT) for p in chapters(glob or '*')]
+    if not glob: jobs += [(f'tests/{p.name}', [sys.executable, '-m', 'pytest', '-q', '-x', str(p)], ROOT, SUITE_TIMEOUT) for p in sorted((ROOT/'tests').glob('test_*.py'))]
+    with ThreadPoolExecutor(2) as ex:           # two at a time: most of them wait for processes to start
+        bad = sum(report(j[0], r) for j, r in zip(jobs, ex.map(lambda j: run(*j[1:]), jobs)))
+    print(f'{len(jobs)-bad} passed, {bad} failed'); sys.exit(bad > 0)
+
+if __name__ == '__main__': main(*sys.argv[1:2])
