@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['MAX_AGE', 'CORRECTIONS', 'ALARM', 'rollout_sum', 'divergence', 'statistic', 'by_age', 'mismatch', 'effective',
-           'correction', 'healthy', 'frame_stats', 'none', 'tis', 'icepop', 'within', 'capped', 'mis', 'seq_mask_tis',
-           'flash']
+           'correction', 'healthy', 'frame_stats', 'none', 'tis', 'icepop', 'weight_of', 'within', 'capped', 'mis',
+           'seq_mask_tis', 'flash']
 
-# %% ../nbs/11_corrections.ipynb #a50b09b3
+# %% ../nbs/11_corrections.ipynb #d7f3729b
 import math, warnings
 from functools import wraps
 import torch
 from .estimators import table_decorator
 
-# %% ../nbs/11_corrections.ipynb #d79a9d25
+# %% ../nbs/11_corrections.ipynb #c5844ed2
 def rollout_sum(
     x: torch.Tensor,        # [N, L], already 0 where it must not count
     rollout: torch.Tensor,  # int64 [N]
@@ -22,7 +22,7 @@ def rollout_sum(
     total = torch.zeros(int(rollout.max()) + 1 if len(rollout) else 0, dtype=torch.float64, device=x.device)
     return total.index_add_(0, rollout, x.sum(1, dtype=torch.float64))[rollout]
 
-# %% ../nbs/11_corrections.ipynb #c81d6e26
+# %% ../nbs/11_corrections.ipynb #16cfb521
 def divergence(
     of: str,                      # 'binary_kl' or 'tv'
     logp_old: torch.Tensor,       # [N, L] trainer
@@ -33,7 +33,7 @@ def divergence(
     if of == 'tv': return (p - q).abs()
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
-# %% ../nbs/11_corrections.ipynb #67fa8cce
+# %% ../nbs/11_corrections.ipynb #120e5109
 def statistic(
     logp_old: torch.Tensor,        # [N, L]
     logp_behaviour: torch.Tensor,  # [N, L]
@@ -53,7 +53,7 @@ def statistic(
     if level == 'geo' or of != 'ratio': total = total / rollout_sum(mask, rollout).clamp(min=1)
     return total[:, None].expand_as(x)
 
-# %% ../nbs/11_corrections.ipynb #aa0bfbaa
+# %% ../nbs/11_corrections.ipynb #7c18ffea
 MAX_AGE = 4  # older tokens are logged together with this age
 
 def by_age(
@@ -85,7 +85,7 @@ def effective(
     w = (log_weight - log_weight.max()).exp()
     return (w.sum()**2 / (w**2).sum() / len(w)).item()
 
-# %% ../nbs/11_corrections.ipynb #ce37b13c
+# %% ../nbs/11_corrections.ipynb #6af752bf
 CORRECTIONS = {}
 ALARM = 0.9  # rejected fraction above which the batch is reported as lost
 
@@ -103,7 +103,7 @@ def correction(f=None, *, metrics=None):
         return table_decorator(CORRECTIONS, metrics={})(framed, metrics=metrics or {})
     return enter if f is None else enter(f)
 
-# %% ../nbs/11_corrections.ipynb #e4f5ea22
+# %% ../nbs/11_corrections.ipynb #f206164a
 def healthy(logp_old, logp_behaviour, mask, rollout):
     "bool [N, 1]: does the row's rollout have a finite behaviour log-prob at each trainable token? Raises for a non-finite trainer log-prob."
     bad = (mask & ~logp_old.isfinite()).nonzero()
@@ -127,7 +127,7 @@ def frame_stats(old, mu, mask, alive, weights, keep, rollout, age):
                       f"Largest |log rho| {stats['mismatch/abs_log_max']:.3g}, rollouts dropped for NaN {stats['correction/dropped_rollouts']:.0f}")
     return stats
 
-# %% ../nbs/11_corrections.ipynb #689e98fa
+# %% ../nbs/11_corrections.ipynb #fc349386
 @correction
 def none(logp_old, logp_behaviour, mask, rollout):
     "Weight 1 everywhere; the mismatch is logged all the same."
@@ -138,7 +138,7 @@ def tis(logp_old, logp_behaviour, mask, rollout, *,
     high: float = 2.0,  # cap of a token's ratio
 ):
     "Truncated importance sampling: min(rho_t, high)."
-    ratio = statistic(logp_old, logp_behaviour, mask, rollout).exp()
+    ratio = weight_of(statistic(logp_old, logp_behaviour, mask, rollout))
     return ratio.clamp(max=high), mask, capped(ratio, mask, high)
 
 @correction
@@ -148,9 +148,13 @@ def icepop(logp_old, logp_behaviour, mask, rollout, *,
 ):
     "Token masking: rho_t where low <= rho_t <= high, else rejected."
     s = statistic(logp_old, logp_behaviour, mask, rollout)
-    return s.exp(), mask & within(s, low, high), {}
+    return weight_of(s), mask & within(s, low, high), {}
 
-# %% ../nbs/11_corrections.ipynb #375ec0b3
+# %% ../nbs/11_corrections.ipynb #f575aa3c
+def weight_of(log_ratio):
+    "The ratio itself; cut at exp(80), so that a float32 never becomes infinite."
+    return log_ratio.clamp(max=80).exp()
+
 def within(log_ratio, low, high):
     "bool: low <= ratio <= high, compared in log space."
     log = lambda b: math.log(b) if b > 0 else -math.inf
@@ -160,7 +164,7 @@ def capped(ratio, mask, cap):
     "How often a cap was hit, for the log."
     return {'correction/capped_fraction': (ratio > cap)[mask].double().mean().item()}
 
-# %% ../nbs/11_corrections.ipynb #9bbbce07
+# %% ../nbs/11_corrections.ipynb #055b3a4e
 @correction
 def mis(logp_old, logp_behaviour, mask, rollout, *,
     low: float = 0.0,   # a rollout below is rejected
@@ -168,7 +172,7 @@ def mis(logp_old, logp_behaviour, mask, rollout, *,
 ):
     "Masked importance sampling: the rollout's product of ratios as weight where low <= product <= high."
     s = statistic(logp_old, logp_behaviour, mask, rollout, level='seq')
-    return s.clamp(max=80).exp(), mask & within(s, low, high), {}
+    return weight_of(s), mask & within(s, low, high), {}
 
 @correction
 def seq_mask_tis(logp_old, logp_behaviour, mask, rollout, *,
@@ -178,7 +182,7 @@ def seq_mask_tis(logp_old, logp_behaviour, mask, rollout, *,
 ):
     "Reject rollouts by the geometric mean of their ratios; min(rho_t, token_cap) in those that are kept."
     keep = mask & within(statistic(logp_old, logp_behaviour, mask, rollout, level='geo'), low, high)
-    ratio = statistic(logp_old, logp_behaviour, mask, rollout).exp()
+    ratio = weight_of(statistic(logp_old, logp_behaviour, mask, rollout))
     return ratio.clamp(max=token_cap), keep, capped(ratio, keep, token_cap)
 
 @correction
@@ -188,5 +192,5 @@ def flash(logp_old, logp_behaviour, mask, rollout, *,
 ):
     "Reject rollouts by their mean binary KL; min(rho_t, token_cap) in those that are kept."
     keep = mask & (statistic(logp_old, logp_behaviour, mask, rollout, 'binary_kl', 'seq') <= high)
-    ratio = statistic(logp_old, logp_behaviour, mask, rollout).clamp(max=80).exp()
+    ratio = weight_of(statistic(logp_old, logp_behaviour, mask, rollout))
     return ratio.clamp(max=token_cap), keep, capped(ratio, keep, token_cap)

@@ -7,12 +7,12 @@ __all__ = ['ESTIMATORS', 'estimator', 'Rollouts', 'Rows', 'table_decorator', 'ch
            'dr_grpo', 'rloo', 'grpo', 'reinforce_baseline', 'trainable_tokens', 'discounted_sum', 'reinforce', 'whiten',
            'compute_advantages']
 
-# %% ../nbs/10_estimators.ipynb #07c57b21
+# %% ../nbs/10_estimators.ipynb #3886c42e
 import difflib, inspect, math
 from dataclasses import dataclass, fields, replace
 import torch
 
-# %% ../nbs/10_estimators.ipynb #9350fb4d
+# %% ../nbs/10_estimators.ipynb #28a35392
 @dataclass
 class Rollouts:
     "What is known once per rollout. R rollouts; every tensor has length R."
@@ -32,7 +32,7 @@ class Rollouts:
 
     def __len__(self): return len(self.reward)
 
-# %% ../nbs/10_estimators.ipynb #5e4d4e0c
+# %% ../nbs/10_estimators.ipynb #29082a92
 @dataclass
 class Rows:
     "The padded training tensors: N rows of L positions. `rows[index]` picks rows, `trim` cuts padding that no row needs."
@@ -57,7 +57,7 @@ class Rows:
         longest = max(int(self.valid.sum(1).max()), 1) if len(self) else 1
         return self._map(lambda x: x[:, :longest] if x.dim() > 1 else x)
 
-# %% ../nbs/10_estimators.ipynb #1ea14e22
+# %% ../nbs/10_estimators.ipynb #4101d94b
 def table_decorator(
     table: dict,  # name -> function, filled by the decorator
     **notes,      # attributes that every function of the table has, with their defaults
@@ -76,7 +76,7 @@ def table_decorator(
 ESTIMATORS = {}
 estimator = table_decorator(ESTIMATORS, needs_group=False, aggregation=None, metrics={})
 
-# %% ../nbs/10_estimators.ipynb #d447756f
+# %% ../nbs/10_estimators.ipynb #2e86549e
 def check_options(
     f,              # an estimator, a correction or a loss
     options: dict,  # the options that somebody wants to give to it
@@ -91,7 +91,7 @@ def check_options(
         faults.append(f'{f.__name__} has no option {name!r}; {hint}')
     return faults
 
-# %% ../nbs/10_estimators.ipynb #1d590505
+# %% ../nbs/10_estimators.ipynb #27803205
 def centre(
     rollouts: Rollouts,
 ):  # -> centred reward float64 [R], members of its group [R], live bool [R], stats
@@ -110,7 +110,7 @@ def centre(
              'estimator/flat_groups': float(((count > 1) & ~live).sum() / G)}
     return centred, count[g], live[g], stats
 
-# %% ../nbs/10_estimators.ipynb #0162f30c
+# %% ../nbs/10_estimators.ipynb #aac03761
 def spread_over_rows(
     scalar: torch.Tensor,  # [R], one advantage per rollout
     rows: Rows,
@@ -118,21 +118,21 @@ def spread_over_rows(
     "Give every trainable token of every row its rollout's scalar, and 0 to the rest."
     return torch.where(rows.mask, scalar[rows.rollout].float()[:, None], 0.0)
 
-# %% ../nbs/10_estimators.ipynb #e440c1eb
+# %% ../nbs/10_estimators.ipynb #5c728a95
 @estimator(needs_group=True, aggregation='fixed')
 def dr_grpo(rollouts: Rollouts, rows: Rows):
     "Reward minus the group's mean, no division; belongs with aggregation `fixed` (Dr. GRPO, arXiv 2503.20783)."
     centred, _, _, stats = centre(rollouts)
     return spread_over_rows(centred, rows), stats
 
-# %% ../nbs/10_estimators.ipynb #40dc6e0b
+# %% ../nbs/10_estimators.ipynb #ab195a50
 @estimator(needs_group=True)
 def rloo(rollouts: Rollouts, rows: Rows):
     "Reward minus the mean reward of the other rollouts of its group (RLOO, arXiv 2402.14740)."
     centred, n, _, stats = centre(rollouts)
     return spread_over_rows(centred * n / (n - 1).clamp(min=1), rows), stats
 
-# %% ../nbs/10_estimators.ipynb #c743dc5f
+# %% ../nbs/10_estimators.ipynb #2a784008
 @estimator(needs_group=True)
 def grpo(rollouts: Rollouts, rows: Rows):
     "Reward minus the group's mean, over the group's standard deviation with n-1 (GRPO, arXiv 2402.03300)."
@@ -142,7 +142,7 @@ def grpo(rollouts: Rollouts, rows: Rows):
     std = (squares / (n - 1).clamp(min=1)).sqrt()
     return spread_over_rows(torch.where(live, centred / torch.where(live, std, 1.0), 0.0), rows), stats
 
-# %% ../nbs/10_estimators.ipynb #61ad31ab
+# %% ../nbs/10_estimators.ipynb #a11a0a15
 @estimator(needs_group=True)
 def reinforce_baseline(rollouts: Rollouts, rows: Rows):
     "Reward minus the group's mean, over the standard deviation of that in the batch (population, over rollouts; REINFORCE++-baseline)."
@@ -150,7 +150,7 @@ def reinforce_baseline(rollouts: Rollouts, rows: Rows):
     std = (centred[n > 1].square().mean() + 1e-8).sqrt()
     return spread_over_rows(centred / std, rows), stats
 
-# %% ../nbs/10_estimators.ipynb #20324fbc
+# %% ../nbs/10_estimators.ipynb #dd5abeed
 def trainable_tokens(rows: Rows):
     "Row and position of every trainable token, rollout by rollout, in time order: two int64 [K]."
     order = rows.rollout.argsort(stable=True)
@@ -170,7 +170,7 @@ def discounted_sum(
         step *= 2
     return out
 
-# %% ../nbs/10_estimators.ipynb #201e5f49
+# %% ../nbs/10_estimators.ipynb #9bc7caa5
 @estimator(metrics={'estimator/kl_in_reward': ('mean k1 = log pi_old - log pi_ref over trainable tokens, before the coefficient', 'nats/token', '0 to 0.1', 'raise kl_coef when it keeps growing')})
 def reinforce(rollouts: Rollouts, rows: Rows, *,
     gamma: float = 1.0,    # discount per trainable token
@@ -193,14 +193,14 @@ def reinforce(rollouts: Rollouts, rows: Rows, *,
     if not flat: advantages[i, t] = whiten(discounted_sum(r, owner, gamma)).float()
     return advantages, stats
 
-# %% ../nbs/10_estimators.ipynb #ccc88719
+# %% ../nbs/10_estimators.ipynb #0ec4a617
 def whiten(
     x: torch.Tensor,   # [K], the values of trainable tokens only
 ) -> torch.Tensor:
     "(x - mean) / sqrt(variance + 1e-8), population variance."
     return (x - x.mean()) / (x.var(unbiased=False) + 1e-8).sqrt()
 
-# %% ../nbs/10_estimators.ipynb #ac416618
+# %% ../nbs/10_estimators.ipynb #e50c9330
 def compute_advantages(
     f,                   # an estimator
     rollouts: Rollouts,
