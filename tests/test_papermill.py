@@ -1,0 +1,50 @@
+"""The job as its user starts it: papermill from the shell, inside nbs/ too; what it leaves behind; what it says when something is wrong."""
+import json, subprocess, sys, time
+from pathlib import Path
+import pytest
+from procs import ROOT, Marked
+
+PAPERMILL = [sys.executable, '-m', 'papermill']
+
+def job(*args, out, cwd=ROOT, nb='nbs/20_async_loop.ipynb'): return Marked([*PAPERMILL, nb, str(out), '--log-output', '--no-progress-bar', *args], cwd=cwd)
+
+def test_users_own_line_inside_nbs(tmp_path):
+    "`papermill 20_async_loop.ipynb out.ipynb -p model tiny` in nbs/ works, and a later export does not take out.ipynb for source."
+    out = ROOT/'nbs'/'out.ipynb'; module = ROOT/'molt_nb'/'async_loop.py'; before = module.read_text()
+    try:
+        with job('-p', 'model', 'tiny', '-p', 'steps', '3', '-p', 'out_dir', str(tmp_path/'run'), out=out.name, cwd=ROOT/'nbs', nb='20_async_loop.ipynb') as j:
+            assert j.p.wait(240) == 0, j.out()[-3000:]
+            assert j.left() == {}
+            assert 'step   3/3' in j.out()
+        lines = [json.loads(l) for l in (tmp_path/'run'/'metrics.jsonl').read_text().splitlines()]
+        assert len(lines) == 3 and lines[0]['mismatch/abs_log_max'] <= 1e-4 and all(l['sync/mismatch'] <= 1e-4 for l in lines)
+        nb = json.loads(out.read_text())
+        for c in nb['cells']:                               # out.ipynb now says something else than the source
+            if '#| export' in ''.join(c['source']): c['source'] = [*c['source'], '\npoisoned = True']
+        out.write_text(json.dumps(nb))
+        subprocess.run([sys.executable, 'tests/notebooks.py', 'export'], cwd=ROOT, check=True)
+        assert module.read_text() == before
+    finally: out.unlink(missing_ok=True)
+
+def test_parameters_are_shown():
+    text = subprocess.run([*PAPERMILL, '--help-notebook', 'nbs/20_async_loop.ipynb'], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in ('model: str', 'steps: int', 'seed: int', 'out_dir: str', 'overrides: str'): assert name in text
+
+@pytest.mark.parametrize('args, message', [
+    (['-p', 'modle', 'tiny'], "there is no 'modle'"),
+    (['-p', 'overrides', 'policy.learning_rate=1e-6'], "did you mean 'policy.lr'"),
+    (['-p', 'overrides', 'model=no/such/dir'], 'no/such/dir'),
+    (['-p', 'overrides', 'sampling.top_p=0.9 steps=0'], "'steps' is 0"),
+])
+def test_bad_input_is_one_clear_message(args, message, tmp_path):
+    "Within a minute, exit code not 0, nothing left behind, nothing started."
+    with job(*args, out=tmp_path/'out.ipynb') as j:
+        t = time.time(); code = j.p.wait(60)
+        assert code != 0 and message in j.out(), j.out()[-3000:]
+        assert j.left() == {} and time.time()-t < 60
+
+def test_agent_file_with_a_syntax_error(tmp_path):
+    (tmp_path/'agent.py').write_text('class Mine(Env:\n    pass\n')
+    with job('-p', 'overrides', f'task.agent={tmp_path}/agent.py', out=tmp_path/'out.ipynb') as j:
+        assert j.p.wait(60) != 0 and 'line 1' in j.out() and 'agent.py' in j.out(), j.out()[-3000:]
+        assert j.left() == {}
