@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'RunError', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #ba6cc360
+# %% ../nbs/20_async_loop.ipynb #234a9373
 import ast, asyncio, atexit, difflib, json, logging, os, signal, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from .weight_sync import WeightSync
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #c136dfa3
+# %% ../nbs/20_async_loop.ipynb #82e7c9d2
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -37,7 +37,7 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #43a9f779
+# %% ../nbs/20_async_loop.ipynb #3e38f84a
 class RunError(RuntimeError): "The run cannot start or go on; the message says which part failed and why."
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
@@ -49,7 +49,7 @@ async def _within(ref, seconds, what):
     except ray.exceptions.RayTaskError as e: raise RunError(f'{what} failed: {type(e.cause).__name__}: {e.cause}') from e
     except ray.exceptions.RayActorError as e: raise RunError(f'{what}: its process died. {str(e).splitlines()[0]}') from e
 
-# %% ../nbs/20_async_loop.ipynb #e369be68
+# %% ../nbs/20_async_loop.ipynb #8bf4d2ff
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -58,7 +58,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #6a1f13e3
+# %% ../nbs/20_async_loop.ipynb #4ce3f76a
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, engines, limits):
@@ -79,7 +79,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #77663f5d
+# %% ../nbs/20_async_loop.ipynb #d13f2333
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int):
@@ -87,7 +87,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #6b5d57d6
+# %% ../nbs/20_async_loop.ipynb #3f9c5413
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -105,7 +105,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #fcb45e53
+# %% ../nbs/20_async_loop.ipynb #44151031
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -129,7 +129,7 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks, with prompt and reward. They are not trained on."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #5dbf9a85
+# %% ../nbs/20_async_loop.ipynb #80034668
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
@@ -148,7 +148,7 @@ async def _start(self:AsyncLoop):
 @patch
 def _start_ray(self:AsyncLoop):
     if ray.is_initialized(): return
-    r = self.recipe; os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0'); os.environ.setdefault('RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO', '0')
+    r = self.recipe; os.environ.update(RAY_USAGE_STATS_ENABLED='0', RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO='0', RAY_worker_niceness='0')    # by default Ray's workers yield to everything else
     local = {} if r.ray_address else dict(num_cpus=r.engines + r.policy.ranks + r.runners, object_store_memory=256 << 20, include_dashboard=False)
     for last in (False, False, True):   # Ray gives its own agents 15 s to start, too little on a machine that is busy with other things
         try: ray.init(address=r.ray_address, log_to_driver=False, logging_level=logging.ERROR, **local); self._own_ray = True; return
@@ -156,7 +156,7 @@ def _start_ray(self:AsyncLoop):
             ray.shutdown()
             if last: raise RunError(f'Ray cannot start: {e}') from e
 
-# %% ../nbs/20_async_loop.ipynb #446da0cf
+# %% ../nbs/20_async_loop.ipynb #bd35edf0
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, self.recipe.device == 'cuda'
@@ -189,7 +189,7 @@ async def _start_policy(self:AsyncLoop): await self._all('policy', [p.build.remo
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #86e5d0e4
+# %% ../nbs/20_async_loop.ipynb #f0d7935f
 @patch
 async def _first_publication(self:AsyncLoop):
     self.sync = WeightSync(self.engines, self.policies)
@@ -206,7 +206,7 @@ def _tokenizer(self:AsyncLoop):
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(self.model)
 
-# %% ../nbs/20_async_loop.ipynb #972fb9c8
+# %% ../nbs/20_async_loop.ipynb #17da3989
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe."
@@ -222,17 +222,17 @@ async def _probe(self:AsyncLoop, i, version):
     turn = await _within(self.engines[i].generate.remote(self.probe, max_tokens=self.recipe.sync.probe_tokens, seed=version), 120, f'probe of engine{i}')
     scores = await self._all('score of policy', [p.score.remote(self.probe + turn.ids) for p in self.policies], 120)
     mine = np.asarray(scores[0])[len(self.probe):]
-    return _compare(self.tokenizer.convert_ids_to_tokens(turn.ids), np.array(turn.logprobs), mine, turn.versions, version, self.recipe.sync.probe_tolerance)
+    return _compare(self.tokenizer.convert_ids_to_tokens(turn.ids), np.array(turn.logprobs), mine, turn.versions, version, self.recipe.tolerance)
 
 def _compare(names, engine, trainer, versions, version, tolerance):
     "The largest difference in nats; raises MismatchError with a table of all tokens."
     diff = np.abs(engine-trainer)
     if set(versions) == {version} and np.all(diff <= tolerance): return float(diff.max())
     rows = '\n'.join(f'{n!r:>14} {e:10.5f} {t:10.5f} {d:10.1e} {v:8d}' for n, e, t, d, v in zip(names, engine, trainer, diff, versions))
-    raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (sync.probe_tolerance)\n'
+    raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (recipe.sync)\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #db3ef245
+# %% ../nbs/20_async_loop.ipynb #4b52aadd
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     i = min(range(len(self.engines)), key=self.load.__getitem__); self.load[i] += 1
@@ -253,7 +253,7 @@ def _open_log(self:AsyncLoop):
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #66527cb0
+# %% ../nbs/20_async_loop.ipynb #ce3d4801
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, self._tick
@@ -276,7 +276,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #180597bb
+# %% ../nbs/20_async_loop.ipynb #16f8a462
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -292,12 +292,12 @@ def _rollout_metrics(self:AsyncLoop, trajectories, rollouts, rows, age, seconds)
     tally, n = self.pool.take_tally(), max(1, int(rows.mask.sum())); reward = rollouts.reward
     turns = [sum(s.kind == 'action' for seg in t.segments for s in seg.spans) for t in trajectories]
     lengths = [t.n_actions for t in trajectories]
-    return {'version': self.version-1, 'reward/mean': float(reward.mean()), 'reward/std': float(reward.std()), 'length/mean': float(np.mean(lengths)), 'length/max': float(max(lengths)),
+    return {'version': self.version-1, 'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'reward/mean': float(reward.mean()), 'reward/std': float(reward.std()), 'length/mean': float(np.mean(lengths)), 'length/max': float(max(lengths)),
             'length/turns': float(np.mean(turns)), 'staleness/mean': float(age.sum())/n, 'staleness/max': float(age.max()), 'queue/groups': float(len(self.pool.ready)),
             'rollouts/trained': float(len(trajectories)), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'rollouts/filtered_groups': float(tally['groups/filtered']),
             'rollouts/dropped': float(tally['groups/dropped'] + tally['groups/requeued']), **{f'rollouts/{k}': float(tally[f'rollouts/{k}']) for k in ('error', 'invalid', 'truncated')}}
 
-# %% ../nbs/20_async_loop.ipynb #15e79623
+# %% ../nbs/20_async_loop.ipynb #98d7309e
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -333,12 +333,12 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #64946441
+# %% ../nbs/20_async_loop.ipynb #5fe3335e
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run
 ) -> str:
     "One line a step: reward, staleness, mismatch, speeds and the time left."
     m, n = history[-1], len(history); left = (steps-n)*float(np.mean([h['time/step'] for h in history[-8:]]))
-    return (f"step {n:3d}/{steps}  reward {m['reward/mean']:.2f}  staleness {m['staleness/mean']:.1f} (max {m['staleness/max']:.0f})  mismatch {m['mismatch/abs_log_max']:.1e} (sync {m['sync/mismatch']:.1e})  "
+    return (f"step {n:3d}/{steps}  reward {m['reward/raw_mean']:.2f}  staleness {m['staleness/mean']:.1f} (max {m['staleness/max']:.0f})  mismatch {m['mismatch/abs_log_max']:.1e} (sync {m['sync/mismatch']:.1e})  "
             f"engine {m['speed/engine_tokens_per_s']:5.0f} tok/s  trainer {m['speed/trainer_tokens_per_s']:5.0f} tok/s  {m['time/step']:.1f} s  {left//60:.0f}:{left%60:02.0f} left")

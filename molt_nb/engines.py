@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IN_FLIGHT', 'Sampling', 'EngineConfig', 'EngineError', 'engine_env', 'Engine']
 
-# %% ../nbs/21_engines.ipynb #d684e48d
+# %% ../nbs/21_engines.ipynb #ecff55c4
 import asyncio, contextlib, ctypes, itertools, json, logging, math, multiprocessing, os, re, signal, sys, tempfile, threading, time
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
@@ -13,7 +13,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from .tokens import Turn
 
-# %% ../nbs/21_engines.ipynb #f34bc23b
+# %% ../nbs/21_engines.ipynb #9a979088
 @dataclass
 class Sampling:
     "The sampling distribution. Corrections need it whole: `top_p`, `top_k` and `min_p` cut tokens away, and cut tokens bias every ratio."
@@ -29,6 +29,7 @@ class EngineConfig:
     max_model_len: int = 512                   # longest row, prompt and answer together
     max_num_seqs: int = 64                     # rows that decode at one time
     max_num_batched_tokens: int | None = None  # tokens of one forward; a longer prompt is prefilled in chunks. None: vLLM's choice
+    block_size: int | None = None              # tokens of one KV block; a prompt is shared by whole blocks, so short prompts want small ones. None: vLLM's choice
     kv_cache_mb: int = 64                      # CPU only; a GPU takes what gpu_memory_utilization leaves
     enforce_eager: bool = True                 # False: compile (slow start, faster steps; for GPUs)
     threads: int = 1                           # OpenMP threads of a worker, CPU only
@@ -40,7 +41,7 @@ class EngineConfig:
 
 class EngineError(RuntimeError): "The engine cannot start, has died, ran out of time, or must not be used any more. Says which and why."
 
-# %% ../nbs/21_engines.ipynb #37f11b8d
+# %% ../nbs/21_engines.ipynb #cca78146
 def engine_env(config:EngineConfig) -> dict[str,str]:
     "Environment variables that an engine's process needs before it imports anything: for Ray's `runtime_env={'env_vars': ...}`."
     bind = config.cpu or ('nobind' if config.tensor_parallel == 1 else '|'.join(map(str, range(config.tensor_parallel))))
@@ -48,7 +49,7 @@ def engine_env(config:EngineConfig) -> dict[str,str]:
     return dict(**eager, OMP_NUM_THREADS=str(config.threads), VLLM_CPU_OMP_THREADS_BIND=bind, VLLM_LOGGING_LEVEL='ERROR',
                 VLLM_NO_USAGE_STATS='1', TOKENIZERS_PARALLELISM='false')
 
-# %% ../nbs/21_engines.ipynb #a3e2df5a
+# %% ../nbs/21_engines.ipynb #85968689
 def _settle(parent, log, threads, eager):
     "First thing in a child: die with `parent`, speak into the file `log`, use `threads` threads (0: leave them), compile nothing if `eager`."
     if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # 1 = PR_SET_PDEATHSIG
@@ -75,7 +76,7 @@ class _Spawned(_Child, SpawnProcess): pass
 class _ForkContext(ForkContext): Process = _Forked
 class _SpawnContext(SpawnContext): Process = _Spawned
 
-# %% ../nbs/21_engines.ipynb #7c0a571c
+# %% ../nbs/21_engines.ipynb #e3697323
 @contextlib.contextmanager
 def _children(fork, *how):
     "While it holds, vLLM's children are ours and settle by `how` (log, threads, eager). Yields the list into which they are entered."
@@ -90,7 +91,7 @@ def _children(fork, *how):
     finally:
         for m, f in zip(places, saved): m.get_mp_context = f
 
-# %% ../nbs/21_engines.ipynb #641debd7
+# %% ../nbs/21_engines.ipynb #d124ea83
 def _cause(log):
     "The first exception that the children wrote into their log file, in one line."
     if not Path(log).exists(): return 'its log is gone'
@@ -99,7 +100,7 @@ def _cause(log):
     errors = [l for l in lines if re.match(r'^[\w.]*(Error|Exception|Interrupt)\b.*: ', l)]
     return errors[0][:400] if errors else 'its log names no error'
 
-# %% ../nbs/21_engines.ipynb #ace39215
+# %% ../nbs/21_engines.ipynb #874fb07e
 class Engine:
     "One vLLM engine behind token ids: `start`, then `generate`, `pause`/`receive`/`resume`, `abort`, `status`, `stop`. Raises `EngineError`."
     def __init__(self,
@@ -114,7 +115,7 @@ class Engine:
         if not (self.path/'config.json').is_file():
             raise EngineError(f"{name}: '{self.path.name}' is no checkpoint directory (no config.json in it): write the path of one, as `model_dir` returns it")
 
-# %% ../nbs/21_engines.ipynb #ce0a668b
+# %% ../nbs/21_engines.ipynb #8b4c3c10
 @patch
 def _params(self:Engine, max_tokens, seed):
     "vLLM's sampling parameters with nothing left to a default. Text is never made; the log-prob of the sampled id only."
@@ -136,7 +137,7 @@ async def _check_sampling(self:Engine):
     if (mode := self.llm.vllm_config.model_config.logprobs_mode) != 'processed_logprobs': raise EngineError(f'{self.name}: logprobs_mode is {mode}')
     return {f: getattr(got, f) for f in (*asdict(self.sampling), 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'min_tokens')}
 
-# %% ../nbs/21_engines.ipynb #09ff7cb8
+# %% ../nbs/21_engines.ipynb #445676eb
 _one_start = threading.Lock()    # engines of one process start one after the other
 
 @patch
@@ -151,7 +152,7 @@ def _build(self:Engine, fork, done, release, result):
         with _one_start, _children(fork and cpu, self.log, c.threads if cpu else 0, c.enforce_eager) as self.children:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
                 model=str(self.path), dtype=c.dtype, max_model_len=c.max_model_len, max_num_seqs=c.max_num_seqs, max_num_batched_tokens=c.max_num_batched_tokens,
-                kv_cache_memory_bytes=c.kv_cache_mb << 20 if cpu else None, gpu_memory_utilization=c.gpu_memory_utilization, enforce_eager=c.enforce_eager,
+                block_size=c.block_size, kv_cache_memory_bytes=c.kv_cache_mb << 20 if cpu else None, gpu_memory_utilization=c.gpu_memory_utilization, enforce_eager=c.enforce_eager,
                 tensor_parallel_size=c.tensor_parallel, enable_prefix_caching=True, logprobs_mode='processed_logprobs', disable_log_stats=True, seed=0, use_tqdm_on_load=False,
                 weight_transfer_config=WeightTransferConfig(backend='gloo' if cpu else 'nccl')))
         if release.is_set(): llm.shutdown()                              # given up meanwhile
@@ -159,7 +160,7 @@ def _build(self:Engine, fork, done, release, result):
     except BaseException as e: result.append(e)
     done(); release.wait()
 
-# %% ../nbs/21_engines.ipynb #e8d334f3
+# %% ../nbs/21_engines.ipynb #3cd3a17b
 @patch
 async def start(self:Engine) -> dict:
     "Start vLLM and warm it up. Returns seconds by part. Raises EngineError with the child's own reason."
@@ -201,7 +202,7 @@ def _import_vllm():
     try: import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.v1.executor.multiproc_executor
     finally: logging.disable(before)
 
-# %% ../nbs/21_engines.ipynb #bad2f726
+# %% ../nbs/21_engines.ipynb #60e02502
 @patch
 def _dead(self:Engine):
     if self.llm is None: return EngineError(f'{self.name} was stopped')
@@ -225,7 +226,7 @@ async def _guard(self:Engine, work, what, timeout=None):
     finally:
         if not task.done(): task.cancel(); await asyncio.wait({task}, timeout=5)
 
-# %% ../nbs/21_engines.ipynb #20e39dac
+# %% ../nbs/21_engines.ipynb #e3181951
 def _version(name): return 0 if name == 'default' else int(name)
 
 @patch
@@ -262,7 +263,7 @@ async def generate(self:Engine,
     try: return await self._guard(self._submit(ids, max_tokens, seed, rid), f'request {rid}')
     finally: del self._live[rid]
 
-# %% ../nbs/21_engines.ipynb #f19ea554
+# %% ../nbs/21_engines.ipynb #ad8c9d5a
 @patch
 async def abort(self:Engine, request_id:str=None):
     "End one request, or all (None): each returns at once with what it has, finish_reason 'abort'. Unknown ids are ignored."
@@ -294,7 +295,7 @@ async def stop(self:Engine):
     if self._thread: self._release.set(); await asyncio.to_thread(self._thread.join, 5); self._thread = None
     if self.log and Path(self.log).exists(): os.unlink(self.log)
 
-# %% ../nbs/21_engines.ipynb #8ec38067
+# %% ../nbs/21_engines.ipynb #ffd02a5b
 IN_FLIGHT = {'reprefill': ('keep', True), 'continue': ('keep', False), 'drain': ('wait', True)}   # vLLM's pause mode, clear the KV cache
 
 @patch
@@ -311,7 +312,7 @@ async def resume(self:Engine):
     await self._guard(self.llm.resume_generation(), 'resume')
     async with self._gate: self._open = True; self._gate.notify_all()
 
-# %% ../nbs/21_engines.ipynb #47f4efda
+# %% ../nbs/21_engines.ipynb #94ec7245
 @patch
 async def connect(self:Engine,
                   host:str, port:int,  # where transfer rank 0, the sender, listens

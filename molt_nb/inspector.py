@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['draw_run', 'busy_fractions', 'draw_timeline', 'read_metrics']
 
-# %% ../nbs/30_inspector.ipynb #087a6fd0
+# %% ../nbs/30_inspector.ipynb #5c5f6a3e
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 
 __all__ = ['draw_run', 'draw_timeline', 'read_metrics', 'busy_fractions']
 
-# %% ../nbs/30_inspector.ipynb #24d7e2ba
+# %% ../nbs/30_inspector.ipynb #157a1a06
 def _smooth(x, n=5): return [float(np.mean(x[max(0, i-n+1):i+1])) for i in range(len(x))]
 
 def draw_run(
@@ -23,15 +23,15 @@ def draw_run(
 ):
     "Reward, staleness, mismatch and speed over training steps. Returns the figure."
     def series(name): return np.array([h.get(name) if h.get(name) is not None else np.nan for h in history], dtype=float)
-    fig, ax = plt.subplots(1, 4, figsize=(13, 2.7)); reward = series('reward/mean')
-    ax[0].plot(reward, '.', alpha=.4); ax[0].plot(_smooth(reward), color='C0'); ax[0].set(title='reward (mean of rollouts)', ylim=(-.03, 1.03))
+    fig, ax = plt.subplots(1, 4, figsize=(13, 2.7)); reward = series('reward/raw_mean')
+    ax[0].plot(reward, '.', alpha=.4); ax[0].plot(_smooth(reward), color='C0'); ax[0].set(title='reward (mean of all rollouts)', ylim=(-.03, 1.03))
     ax[1].plot(series('staleness/mean'), label='mean'); ax[1].plot(series('staleness/max'), '.', ms=3, label='max'); ax[1].set(title='staleness (versions)', ylim=(-.1, None)); ax[1].legend()
     ax[2].semilogy(series('mismatch/abs_log_max').clip(1e-9), '.', ms=4, label='batch'); ax[2].semilogy(series('sync/mismatch').clip(1e-9), '.', ms=4, label='probe'); ax[2].set_title('|engine − trainer|, max nats'); ax[2].legend()
     ax[3].plot(series('speed/engine_tokens_per_s'), label='engine'); ax[3].plot(series('speed/trainer_tokens_per_s'), label='trainer'); ax[3].set(title='tokens/s', ylim=(0, None)); ax[3].legend()
     for a in ax: a.set_xlabel('training step')
     fig.suptitle(title); fig.tight_layout(); plt.close(fig); return fig
 
-# %% ../nbs/30_inspector.ipynb #39a505e6
+# %% ../nbs/30_inspector.ipynb #e170b1aa
 def _merged(spans):
     "Union of (t0, t1) intervals, in order."
     out = []
@@ -47,7 +47,7 @@ def busy_fractions(timeline) -> dict[str, float]:
     total = max(b for _, _, b, _ in timeline) - min(a for _, a, _, _ in timeline)
     return {who: sum(b-a for a, b in _merged(spans))/total for who, spans in lanes.items()}
 
-# %% ../nbs/30_inspector.ipynb #d7c05da4
+# %% ../nbs/30_inspector.ipynb #4ddfb6a5
 def draw_timeline(
     timeline:list[tuple], # run.timeline: (who, from, to, what), seconds
     seconds:float=20,     # how much to show, counted from the end
@@ -61,7 +61,7 @@ def draw_timeline(
     ax.set(yticks=range(len(lanes)), yticklabels=[f'{w} ({busy[w]:.0%})' for w in lanes], xlabel=f'seconds (the last {end-t0:.0f})', xlim=(0, end-t0)); ax.invert_yaxis()
     fig.tight_layout(); plt.close(fig); return fig
 
-# %% ../nbs/30_inspector.ipynb #da017b68
+# %% ../nbs/30_inspector.ipynb #f925b2f6
 def read_metrics(
     path:str, # a metrics.jsonl
 ) -> list[dict]:

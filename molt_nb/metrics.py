@@ -6,14 +6,14 @@
 __all__ = ['GLOSSARY', 'SHIPPED', 'Metric', 'register_metric', 'as_metric', 'known_metrics', 'find_metric', 'check_names',
            'metrics_table', 'plain_number', 'alarms', 'LogWriter', 'read_log']
 
-# %% ../nbs/15_metrics.ipynb #0ad84522
+# %% ../nbs/15_metrics.ipynb #c52ca3e4
 import difflib, json, math, os, re
 from dataclasses import dataclass
 from .corrections import CORRECTIONS
 from .estimators import ESTIMATORS
 from .losses import LOSSES
 
-# %% ../nbs/15_metrics.ipynb #28c9199c
+# %% ../nbs/15_metrics.ipynb #cbadeecc
 @dataclass(frozen=True)
 class Metric:
     "What a logged number means, in which unit, what is normal, and what to do when it is not."
@@ -25,7 +25,7 @@ class Metric:
 
 GLOSSARY = {}
 
-# %% ../nbs/15_metrics.ipynb #c61222da
+# %% ../nbs/15_metrics.ipynb #a27c2811
 def register_metric(
     name: str,            # 'group/name'
     meaning,              # a sentence, a Metric, or a tuple of its fields
@@ -42,7 +42,7 @@ def as_metric(x):
     "A sentence, a tuple or a Metric -> Metric."
     return x if isinstance(x, Metric) else Metric(x) if isinstance(x, str) else Metric(*x)
 
-# %% ../nbs/15_metrics.ipynb #e6172c45
+# %% ../nbs/15_metrics.ipynb #1aa7e902
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'step': ('index of the training step, from 0', 'steps', 'grows by 1', ''),
     'version': ('policy version after the step: publications of weights to the engines', 'versions', 'step + 1 when each step publishes', ''),
@@ -58,7 +58,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'rollouts/dropped': ('rollouts left out for another reason: too stale, alone in their group, nothing sampled', 'rollouts', '0', 'lower the staleness, look for errors in their groups'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #851f7151
+# %% ../nbs/15_metrics.ipynb #db42870f
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'length/mean': ('sampled tokens of a rollout, mean over rollouts', 'tokens', 'moves slowly', 'a jump: reward hacking by length, or a lost stop token'),
     'length/max': ('tokens of the longest row', 'tokens', 'below the row budget', 'at the budget: truncation'),
@@ -69,10 +69,10 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'batch/rows': ('rows of the batch', 'rows', 'at least rollouts/trained', 'many more: contexts are compacted or forked'),
     'batch/tokens': ('tokens of the batch, padding not counted', 'tokens', '', ''),
     'batch/trainable_tokens': ('tokens with a gradient', 'tokens', '', 'a small part of batch/tokens: long prompts or observations'),
-    'batch/waste': ('computed positions that are padding', 'fraction', 'below 0.2', 'raise the micro-batch token budget'),
+    'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: padding; raise the micro-batch budget, or bring rows of similar length together'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #1f9221cf
+# %% ../nbs/15_metrics.ipynb #75efa710
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/groups': ('prompt groups in the batch', 'groups', '', ''),
     'estimator/flat_groups': ('groups in which all rewards are equal: no signal', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
@@ -87,7 +87,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #9929154f
+# %% ../nbs/15_metrics.ipynb #09d06973
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -104,7 +104,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #799f8d8d
+# %% ../nbs/15_metrics.ipynb #c153c354
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'policy/grad_norm': ('norm of the gradient before clipping', '', 'steady', 'spikes: look at mismatch/abs_log_max; 0: no signal'),
     'policy/lr': ('learning rate of the step', '', 'follows the schedule', ''),
@@ -125,10 +125,10 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'memory/policy_mb': ('resident memory of the policy (of a GPU: allocated)', 'MB', 'flat after step 1', ''),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #78a4a3b7
+# %% ../nbs/15_metrics.ipynb #b6ea4656
 SHIPPED = frozenset(GLOSSARY)  # names whose meaning a run may not change
 
-# %% ../nbs/15_metrics.ipynb #dcf698ba
+# %% ../nbs/15_metrics.ipynb #1ea7ea15
 def known_metrics() -> dict:  # name -> Metric
     "The glossary and the metrics of all estimators, corrections and losses defined by now."
     own = {k: as_metric(v) for table in (ESTIMATORS, CORRECTIONS, LOSSES) for f in table.values() for k, v in getattr(f, 'metrics', {}).items()}
@@ -150,7 +150,7 @@ def check_names(names) -> list:  # one sentence per unknown name
         faults.append(f'{n!r} is not in the glossary' + (f': did you mean {" or ".join(near)}?' if near else '.') + " Explain it with register_metric(name, meaning), or metrics={...} in the function's decorator.")
     return faults
 
-# %% ../nbs/15_metrics.ipynb #97bad73a
+# %% ../nbs/15_metrics.ipynb #f2d53f79
 def metrics_table(
     prefix: str = '',         # only names that begin so
     values: dict|None = None, # a record of the log: show these values, and only these names
@@ -167,7 +167,7 @@ def metrics_table(
         lines.append('| ' + ' | '.join(map(cell, [f'`{n}`', *shown, m.meaning, m.unit, m.healthy, m.act])) + ' |')
     return '\n'.join(lines)
 
-# %% ../nbs/15_metrics.ipynb #d5711884
+# %% ../nbs/15_metrics.ipynb #9cd00307
 def plain_number(
     name: str,   # for the message
     x,           # int, float, bool, None, numpy or torch scalar
@@ -190,7 +190,7 @@ def alarms(values: dict) -> list:  # one sentence each
             out.append(f'{n} is {x:.4g} ({m.meaning}). {m.act}'.rstrip())
     return out
 
-# %% ../nbs/15_metrics.ipynb #dee4f3c8
+# %% ../nbs/15_metrics.ipynb #072ad642
 class LogWriter:
     "Append one JSON line per step to a file. A half line that a crash left at its end is cut off when it is opened again."
     def __init__(self, path):
@@ -214,7 +214,7 @@ class LogWriter:
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
 
-# %% ../nbs/15_metrics.ipynb #93930e35
+# %% ../nbs/15_metrics.ipynb #c6298972
 def read_log(
     path,
 ) -> list:  # records, one a step, in order

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['task_order', 'rollout_seed', 'Group', 'PoolError', 'Pool']
 
-# %% ../nbs/24_pool.ipynb #12d95b09
+# %% ../nbs/24_pool.ipynb #99277392
 import asyncio, hashlib, random, time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .tokens import Trajectory
 
 __all__ = ['Group', 'PoolError', 'Pool', 'task_order', 'rollout_seed']
 
-# %% ../nbs/24_pool.ipynb #b709047d
+# %% ../nbs/24_pool.ipynb #4bd7dd39
 def task_order(
     n:int,    # tasks in the data set
     seed:int, # the run's
@@ -26,7 +26,7 @@ def task_order(
         yield from order
         epoch += 1
 
-# %% ../nbs/24_pool.ipynb #d642366e
+# %% ../nbs/24_pool.ipynb #3ff983d3
 def rollout_seed(
     run:int,    # the run's seed
     group:int,  # serial number of the group, counted over the run
@@ -35,7 +35,7 @@ def rollout_seed(
     "The sampling seed of one rollout."
     return int.from_bytes(hashlib.blake2b(f'{run}/{group}/{sample}'.encode(), digest_size=4).digest(), 'big') >> 1
 
-# %% ../nbs/24_pool.ipynb #19ccba05
+# %% ../nbs/24_pool.ipynb #3a03e998
 @dataclass
 class Group:
     "The rollouts of one task."
@@ -61,7 +61,7 @@ class Group:
         else: self.state = 'ready'
         return bad
 
-# %% ../nbs/24_pool.ipynb #4384c4fc
+# %% ../nbs/24_pool.ipynb #e6b4c486
 class PoolError(RuntimeError): "Generation cannot go on; the message says why and shows the commonest failure."
 
 class Pool:
@@ -80,7 +80,7 @@ class Pool:
         self.changed, self.error, self.progress = asyncio.Event(), None, time.perf_counter()
         self.tally = Counter()                                          # since the last batch: rollouts, tokens, failures
 
-# %% ../nbs/24_pool.ipynb #df04bd17
+# %% ../nbs/24_pool.ipynb #72dd3bea
 @patch
 def _may_start(self:Pool):
     c, ahead = self.config, len(self.flying)+len(self.ready)
@@ -103,7 +103,7 @@ def grant(self:Pool):
     self.credit = self.config.groups_per_batch - len(self.ready) - len(self.flying)
     self.fill()
 
-# %% ../nbs/24_pool.ipynb #7945da53
+# %% ../nbs/24_pool.ipynb #9a054e0b
 @patch
 async def _group(self:Pool, group):
     try:
@@ -123,9 +123,10 @@ async def _one(self:Pool, group, k):
     t = await self.rollout(group.task, group.id, k, rollout_seed(self.seed, group.id, k))
     self.progress = time.perf_counter(); self.recent.append(t.outcome in ('error', 'invalid')); self.tally['tokens'] += t.n_actions
     if self.recent[-1]: self.reasons[t.reason or t.outcome] += 1
+    else: self.tally['scored'] += 1; self.tally['reward'] += t.reward
     self._judge(); return t
 
-# %% ../nbs/24_pool.ipynb #5d006e94
+# %% ../nbs/24_pool.ipynb #d60c094a
 @patch
 def _judge(self:Pool):
     failed = sum(self.recent)
@@ -134,7 +135,7 @@ def _judge(self:Pool):
         self.error = self.error or PoolError(f'{failed} of the last {len(self.recent)} rollouts failed. The commonest reason ({n} times): {reason}')
         self.changed.set()
 
-# %% ../nbs/24_pool.ipynb #9c17421d
+# %% ../nbs/24_pool.ipynb #f9c309c9
 @patch
 async def next_batch(
     self:Pool,
@@ -162,7 +163,7 @@ def _requeue(self:Pool, group):
     self.counts['requeued'] += 1; self.tally['groups/requeued'] += 1; self.credit += 1
     self.again.append((group.task, group.attempt+1)); self.fill()
 
-# %% ../nbs/24_pool.ipynb #7dfc4038
+# %% ../nbs/24_pool.ipynb #2212db34
 @patch
 def ledger(self:Pool) -> dict:
     "Groups by state. `started` equals the sum of all others, always."
@@ -172,7 +173,7 @@ def ledger(self:Pool) -> dict:
 
 @patch
 def take_tally(self:Pool) -> Counter:
-    "Counts since the last call: rollouts by outcome, groups filtered, dropped or requeued, sampled tokens."
+    "Sums since the last call: rollouts by outcome, groups filtered, dropped or requeued, sampled tokens, rewards of all `scored` rollouts."
     t, self.tally = self.tally, Counter(); return t
 
 @patch

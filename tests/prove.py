@@ -20,7 +20,7 @@ def picture():
     import matplotlib; matplotlib.use('agg')
     import matplotlib.pyplot as plt
     from molt_nb.inspector import _smooth, read_metrics
-    m = read_metrics(EVIDENCE/'smollm2-seed0'/'metrics.jsonl'); r = [h['reward/mean'] for h in m]; minutes = sum(h['time/step'] for h in m)/60
+    m = read_metrics(EVIDENCE/'smollm2-seed0'/'metrics.jsonl'); r = [h['reward/raw_mean'] for h in m]; minutes = sum(h['time/step'] for h in m)/60
     fig, ax = plt.subplots(figsize=(7, 3)); ax.plot(r, '.', alpha=.4, label='one batch'); ax.plot(_smooth(r), color='C0', label='mean of five')
     ax.set(xlabel=f'training step ({minutes:.1f} minutes on two CPU cores)', ylabel='mean reward', ylim=(0, 1)); ax.legend(); fig.tight_layout(); fig.savefig(EVIDENCE/'learning_curve.png', dpi=90)
 
