@@ -22,7 +22,7 @@ help:            ## this list
 
 demo: .venv/installed   ## train in front of your eyes; MODEL=tiny is the two-minute version
 	mkdir -p runs/$(STAMP)-$(MODEL)
-	papermill nbs/20_async_loop.ipynb runs/$(STAMP)-$(MODEL)/20_async_loop.ipynb --log-output --log-level WARNING --no-progress-bar \
+	papermill nbs/20_async_loop.ipynb runs/$(STAMP)-$(MODEL)/20_async_loop.ipynb --stdout-file /dev/stdout --log-level ERROR --no-progress-bar \
 	  -p model $(MODEL) -p out_dir runs/$(STAMP)-$(MODEL) $(if $(STEPS),-p steps $(STEPS)) $(if $(SEED),-p seed $(SEED))
 	@echo "executed notebook: runs/$(STAMP)-$(MODEL)/20_async_loop.ipynb"
 

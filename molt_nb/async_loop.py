@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'RunError', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #404b3245
+# %% ../nbs/20_async_loop.ipynb #2c5ac87b
 import ast, asyncio, atexit, difflib, json, logging, os, signal, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from .weight_sync import WeightSync
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #ea72e2b3
+# %% ../nbs/20_async_loop.ipynb #f2d59955
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -37,7 +37,7 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #4afc09f7
+# %% ../nbs/20_async_loop.ipynb #bc659026
 class RunError(RuntimeError): "The run cannot start or go on; the message says which part failed and why."
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
@@ -49,7 +49,7 @@ async def _within(ref, seconds, what):
     except ray.exceptions.RayTaskError as e: raise RunError(f'{what} failed: {type(e.cause).__name__}: {e.cause}') from e
     except ray.exceptions.RayActorError as e: raise RunError(f'{what}: its process died. {str(e).splitlines()[0]}') from e
 
-# %% ../nbs/20_async_loop.ipynb #ebdc4684
+# %% ../nbs/20_async_loop.ipynb #ff44bb92
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -58,7 +58,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #3419fe17
+# %% ../nbs/20_async_loop.ipynb #66a95b84
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, engines, limits):
@@ -79,7 +79,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #a728aa17
+# %% ../nbs/20_async_loop.ipynb #53695812
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int):
@@ -87,7 +87,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #5a8d651c
+# %% ../nbs/20_async_loop.ipynb #aa7a3efb
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -105,7 +105,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #1c8e5469
+# %% ../nbs/20_async_loop.ipynb #9f9e90b4
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -129,14 +129,15 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks, with prompt and reward. They are not trained on."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #f7ec39fa
+# %% ../nbs/20_async_loop.ipynb #cefd1dfb
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
     self.out = Path(r.out_dir) if r.out_dir else project_dir()/'runs'/f'{time.strftime("%Y%m%d-%H%M%S")}-{Path(r.model).name}'
     if (self.out/'metrics.jsonl').exists(): raise RunError(f'{r.out_dir} already holds a run; choose another out_dir')
-    self.model = str(await asyncio.to_thread(model_dir, r.model)); self.startup['model'] = time.perf_counter()-t
-    t = time.perf_counter(); self._start_ray(); self.startup['ray'] = time.perf_counter()-t
+    made = asyncio.ensure_future(asyncio.to_thread(model_dir, r.model))     # the first time a model is made, in a process of its own
+    self._start_ray(); self.startup['ray'] = time.perf_counter()-t
+    self.model = str(await made); self.startup['model'] = time.perf_counter()-t
     self.tokenizer = asyncio.ensure_future(asyncio.to_thread(self._tokenizer))     # its import takes seconds: beside the others
     self._make_actors()
     jobs = dict(engine=self._start_engines(), policy=self._start_policy(), runner=self._start_runners())
@@ -157,7 +158,7 @@ def _start_ray(self:AsyncLoop):
             ray.shutdown()
             if last: raise RunError(f'Ray cannot start: {e}') from e
 
-# %% ../nbs/20_async_loop.ipynb #23e79fff
+# %% ../nbs/20_async_loop.ipynb #389569e0
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, self.recipe.device == 'cuda'
@@ -190,7 +191,7 @@ async def _start_policy(self:AsyncLoop): await self._all('policy', [p.build.remo
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #e4418774
+# %% ../nbs/20_async_loop.ipynb #729bd188
 @patch
 async def _first_publication(self:AsyncLoop):
     self.sync = WeightSync(self.engines, self.policies)
@@ -207,7 +208,7 @@ def _tokenizer(self:AsyncLoop):
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(self.model)
 
-# %% ../nbs/20_async_loop.ipynb #7bfa9841
+# %% ../nbs/20_async_loop.ipynb #daa8ccb9
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe."
@@ -233,7 +234,7 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (recipe.sync)\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #bdb0c3a5
+# %% ../nbs/20_async_loop.ipynb #993da2f5
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     i = min(range(len(self.engines)), key=self.load.__getitem__); self.load[i] += 1
@@ -254,7 +255,7 @@ def _open_log(self:AsyncLoop):
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #11c9a1a8
+# %% ../nbs/20_async_loop.ipynb #5a34f8cf
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, self._tick
@@ -277,7 +278,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #e413b3db
+# %% ../nbs/20_async_loop.ipynb #e1bfb9d2
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -298,7 +299,7 @@ def _rollout_metrics(self:AsyncLoop, trajectories, rollouts, rows, age, seconds)
             'rollouts/trained': float(len(trajectories)), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'rollouts/filtered_groups': float(tally['groups/filtered']),
             'rollouts/dropped': float(tally['groups/dropped'] + tally['groups/requeued']), **{f'rollouts/{k}': float(tally[f'rollouts/{k}']) for k in ('error', 'invalid', 'truncated')}}
 
-# %% ../nbs/20_async_loop.ipynb #d353ca59
+# %% ../nbs/20_async_loop.ipynb #920b61ee
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -334,7 +335,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #ef3f8419
+# %% ../nbs/20_async_loop.ipynb #ea1aaaac
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run

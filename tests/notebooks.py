@@ -53,7 +53,8 @@ def check():
 def readme():
     subprocess.run(['jupyter', 'nbconvert', '--log-level=WARN', '--to', 'markdown', '--output-dir', str(ROOT), '--output', 'README', str(NBS/'index.ipynb'),
                     '--TagRemovePreprocessor.enabled=True', '--TagRemovePreprocessor.remove_cell_tags=hide'], check=True)
-    text = (ROOT/'README.md').read_text().replace('](evidence/', '](nbs/evidence/').replace('src="evidence/', 'src="nbs/evidence/'); (ROOT/'README.md').write_text(text)
+    text = re.sub(r'\]\((evidence/|\d\d_)', r'](nbs/\1', (ROOT/'README.md').read_text())        # links as seen from the root
+    text = re.sub(r'^#\| eval: false\n', '', text, flags=re.M); (ROOT/'README.md').write_text(text)
 
 if __name__ == '__main__':
     what, *rest = sys.argv[1:] or ['check']

@@ -10,7 +10,7 @@ RUNS = dict(smollm2=[('smollm2', 0)], tiny=[('tiny', s) for s in (0, 1, 2)])
 
 def prove(model, seed):
     run = ROOT/'runs'/f'prove-{time.strftime("%Y%m%d-%H%M%S")}-{model}-{seed}'; run.mkdir(parents=True)
-    subprocess.run([sys.executable, '-m', 'papermill', 'nbs/20_async_loop.ipynb', str(run/'20_async_loop.ipynb'), '--log-output', '--no-progress-bar',
+    subprocess.run([sys.executable, '-m', 'papermill', 'nbs/20_async_loop.ipynb', str(run/'20_async_loop.ipynb'), '--stdout-file', '/dev/stdout', '--log-level', 'ERROR', '--no-progress-bar',
                     '-p', 'model', model, '-p', 'seed', str(seed), '-p', 'out_dir', str(run)], cwd=ROOT, check=True)
     to = EVIDENCE/f'{model}-seed{seed}'; to.mkdir(parents=True, exist_ok=True)
     for name in ('metrics.jsonl', 'answers.json', 'recipe.yaml'): shutil.copy(run/name, to/name)
