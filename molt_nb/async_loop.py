@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'RunError', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #f05957e0
+# %% ../nbs/20_async_loop.ipynb #fb5addbe
 import ast, asyncio, atexit, ctypes, difflib, json, logging, os, signal, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from .weight_sync import WeightSync
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #b0a4db5f
+# %% ../nbs/20_async_loop.ipynb #7e33792c
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -37,7 +37,7 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #788369fa
+# %% ../nbs/20_async_loop.ipynb #b1c02f10
 class RunError(RuntimeError): "The run cannot start or go on; the message says which part failed and why."
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
@@ -49,7 +49,7 @@ async def _within(ref, seconds, what):
     except ray.exceptions.RayTaskError as e: raise RunError(f'{what} failed: {type(e.cause).__name__}: {e.cause}') from e
     except ray.exceptions.RayActorError as e: raise RunError(f'{what}: its process died. {str(e).splitlines()[0]}') from e
 
-# %% ../nbs/20_async_loop.ipynb #7426ebd4
+# %% ../nbs/20_async_loop.ipynb #2e7b1351
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -58,7 +58,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #04e3ff55
+# %% ../nbs/20_async_loop.ipynb #6070ef0d
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, engines, limits):
@@ -79,7 +79,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #c263fc8f
+# %% ../nbs/20_async_loop.ipynb #c743c2e2
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int):
@@ -87,7 +87,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #ddab9689
+# %% ../nbs/20_async_loop.ipynb #a942a85a
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -105,7 +105,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #9e84251d
+# %% ../nbs/20_async_loop.ipynb #a3c535d4
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -129,7 +129,7 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks, with prompt and reward. They are not trained on."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #035455b1
+# %% ../nbs/20_async_loop.ipynb #cd8d32e7
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
@@ -159,7 +159,7 @@ def _start_ray(self:AsyncLoop):
             ray.shutdown()
             if last: raise RunError(f'Ray cannot start: {e}') from e
 
-# %% ../nbs/20_async_loop.ipynb #e7643a75
+# %% ../nbs/20_async_loop.ipynb #212c7458
 def _tied(cls):
     "`cls` as an actor that dies with the process that started it."
     class Actor(cls):
@@ -171,7 +171,7 @@ def _tied(cls):
     Actor.__name__ = Actor.__qualname__ = cls.__name__
     return Actor
 
-# %% ../nbs/20_async_loop.ipynb #0912e0c3
+# %% ../nbs/20_async_loop.ipynb #02a022d3
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, self.recipe.device == 'cuda'
@@ -204,7 +204,7 @@ async def _start_policy(self:AsyncLoop): await self._all('policy', [p.build.remo
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #9e4f87af
+# %% ../nbs/20_async_loop.ipynb #764c9ddb
 @patch
 async def _first_publication(self:AsyncLoop):
     self.sync = WeightSync(self.engines, self.policies)
@@ -221,7 +221,7 @@ def _tokenizer(self:AsyncLoop):
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(self.model)
 
-# %% ../nbs/20_async_loop.ipynb #0d6e07e6
+# %% ../nbs/20_async_loop.ipynb #beacd673
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe."
@@ -247,7 +247,7 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (recipe.sync)\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #c02afb83
+# %% ../nbs/20_async_loop.ipynb #66a1db2a
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     i = min(range(len(self.engines)), key=self.load.__getitem__); self.load[i] += 1
@@ -268,7 +268,7 @@ def _open_log(self:AsyncLoop):
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #b910063a
+# %% ../nbs/20_async_loop.ipynb #319c962d
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, self._tick
@@ -291,7 +291,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #5f391ee8
+# %% ../nbs/20_async_loop.ipynb #b9980af8
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -312,7 +312,7 @@ def _rollout_metrics(self:AsyncLoop, trajectories, rollouts, rows, age, seconds)
             'rollouts/trained': float(len(trajectories)), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'rollouts/filtered_groups': float(tally['groups/filtered']),
             'rollouts/dropped': float(tally['groups/dropped'] + tally['groups/requeued']), **{f'rollouts/{k}': float(tally[f'rollouts/{k}']) for k in ('error', 'invalid', 'truncated')}}
 
-# %% ../nbs/20_async_loop.ipynb #45ff5695
+# %% ../nbs/20_async_loop.ipynb #ce9d9bda
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -348,7 +348,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #1463eee0
+# %% ../nbs/20_async_loop.ipynb #e563e886
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run

@@ -22,7 +22,9 @@ def tidy(path):
     for c in nb['cells']:
         if c['cell_type'] != 'code': continue
         c['outputs'] = [o for o in c['outputs'] if o.get('name') != 'stderr' and 'application/vnd.jupyter.widget-view+json' not in o.get('data', {})]
-    path.write_text(json.dumps(nb, indent=1, ensure_ascii=False) + '\n')
+        prints = [o for o in c['outputs'] if o['output_type'] == 'stream']
+        if len(prints) == len(c['outputs']) > 1: c['outputs'] = [{**prints[0], 'text': [line for o in prints for line in o['text']]}]     # a progress line each: one output
+    path.write_text(json.dumps(nb, indent=1, ensure_ascii=False).replace(f'{ROOT}/', '') + '\n')
     subprocess.run(['nbdev_clean', '--fname', str(path)], check=True, cwd=ROOT)
 
 def execute(glob):
