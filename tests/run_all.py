@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from notebooks import NBS, ROOT, chapters
 
-NB_TIMEOUT, SUITE_TIMEOUT = 420, 900
+NB_TIMEOUT, SUITE_TIMEOUT = 900, 1200      # against hanging only
 ONE = '''
 import sys
 from pathlib import Path
@@ -35,6 +35,7 @@ def report(name, result):
     return code != 0
 
 def main(glob=None):
+    run([sys.executable, '-c', 'from molt_nb.models import model_dir; model_dir("tiny")'], ROOT, NB_TIMEOUT)      # once, with the machine to itself; a failure shows in the notebooks
     jobs = [(p.name, [sys.executable, '-c', ONE, str(p), str(ROOT)], NBS, NB_TIMEOUT) for p in chapters(glob or '*')]
     if not glob: jobs += [(f'tests/{p.name}', [sys.executable, '-m', 'pytest', '-q', '-x', str(p)], ROOT, SUITE_TIMEOUT) for p in sorted((ROOT/'tests').glob('test_*.py'))]
     with ThreadPoolExecutor(2) as ex:           # two at a time: most of them wait for processes to start
