@@ -1,5 +1,5 @@
 """What happens when a run dies: an engine that cannot start, Ctrl-C, a killed kernel. No process may be left behind."""
-import os, signal, time
+import os, signal
 from procs import python
 
 RUN = '''
@@ -19,20 +19,20 @@ def run(overrides='', out='', **kw): return python(RUN.format(overrides=f'out_di
 def test_engine_that_cannot_start(tmp_path):
     "The cause is said in one message, and everything that did start is taken down."
     with run('engine.kv_cache_mb=1 engine.max_model_len=100000', tmp_path/'run') as j:
-        t = time.time(); assert j.p.wait(200) != 0
+        assert j.p.wait(300) != 0          # other tests run beside it
         assert 'engine0' in j.out().splitlines()[-1] or 'engine0' in j.out(), j.out()[-3000:]
-        assert time.time()-t < 120 and j.left() == {}      # other tests run beside it
+        assert j.left(120) == {}
 
 def test_ctrl_c(tmp_path):
     with run(out=tmp_path/'run') as j:
         j.wait_for('reward', 300); os.kill(j.p.pid, signal.SIGINT)
-        assert j.p.wait(60) != 0
-        assert j.left() == {}, j.out()[-2000:]
+        assert j.p.wait(120) != 0
+        assert j.left(120) == {}, j.out()[-2000:]
 
 def test_killed_driver(tmp_path):
     "A kernel restart is a SIGKILL to the driver: Ray, the actors and the engine core go with it."
     with run(out=tmp_path/'run') as j:
         j.wait_for('reward', 300); os.kill(j.p.pid, signal.SIGKILL); j.p.wait()
         agents = ('ray::DashboardAgent', 'ray::RuntimeEnvAgent')     # Ray's own: they first try to tell a GCS that died with them, for a minute or two
-        assert [c for c in j.left(15).values() if not c.startswith(agents)] == []
+        assert [c for c in j.left(60).values() if not c.startswith(agents)] == []
         assert j.left(180) == {}
