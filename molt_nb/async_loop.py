@@ -153,7 +153,7 @@ def _start_ray(self:AsyncLoop):
     r = self.recipe; os.environ.update(RAY_USAGE_STATS_ENABLED='0', RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO='0', RAY_worker_niceness='0')    # by default Ray's workers yield to everything else
     if not r.ray_address: os.environ['RAY_gcs_rpc_server_reconnect_timeout_s'] = '5'       # a local Ray dies with its driver: its agents need not wait a minute for it
     local = {} if r.ray_address else dict(num_cpus=r.engines + r.policy.ranks + r.runners, object_store_memory=256 << 20, include_dashboard=False)
-    for last in (False, False, True):   # Ray gives its own agents 15 s to start, too little on a machine that is busy with other things
+    for last in (False, False, False, True):   # Ray gives its own agents 15 s to start, too little on a machine that is busy with other things
         try: ray.init(address=r.ray_address, log_to_driver=False, logging_level=logging.ERROR, **local); self._own_ray = True; return
         except Exception as e:
             ray.shutdown()
