@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['GLOSSARY', 'SHIPPED', 'Metric', 'register_metric', 'as_metric', 'known_metrics', 'find_metric', 'check_names',
-           'metrics_table', 'plain_number', 'alarms', 'LogWriter', 'read_log']
+           'metrics_table', 'pack_stats', 'reduce_stats', 'plain_number', 'alarms', 'LogWriter', 'read_log']
 
-# %% ../nbs/15_metrics.ipynb #c52ca3e4
+# %% ../nbs/15_metrics.ipynb #c8f9345c
 import difflib, json, math, os, re
 from dataclasses import dataclass
 from .corrections import CORRECTIONS
 from .estimators import ESTIMATORS
 from .losses import LOSSES
 
-# %% ../nbs/15_metrics.ipynb #cbadeecc
+# %% ../nbs/15_metrics.ipynb #8e3abdb2
 @dataclass(frozen=True)
 class Metric:
     "What a logged number means, in which unit, what is normal, and what to do when it is not."
@@ -22,10 +22,11 @@ class Metric:
     healthy: str = ''                # in words
     act: str = ''                    # what to do outside of that
     alarm: tuple|None = None         # (low, high): outside, the log writer speaks up; None on a side = no bound
+    ranks: str = 'mean'              # what becomes of the values of several trainer ranks: 'mean' (of what they counted) or 'max'
 
 GLOSSARY = {}
 
-# %% ../nbs/15_metrics.ipynb #a27c2811
+# %% ../nbs/15_metrics.ipynb #fc518aa9
 def register_metric(
     name: str,            # 'group/name'
     meaning,              # a sentence, a Metric, or a tuple of its fields
@@ -42,7 +43,7 @@ def as_metric(x):
     "A sentence, a tuple or a Metric -> Metric."
     return x if isinstance(x, Metric) else Metric(x) if isinstance(x, str) else Metric(*x)
 
-# %% ../nbs/15_metrics.ipynb #1aa7e902
+# %% ../nbs/15_metrics.ipynb #56df9d30
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'step': ('index of the training step, from 0', 'steps', 'grows by 1', ''),
     'version': ('policy version after the step: publications of weights to the engines', 'versions', 'step + 1 when each step publishes', ''),
@@ -58,7 +59,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'rollouts/dropped': ('rollouts left out for another reason: too stale, alone in their group, nothing sampled', 'rollouts', '0', 'lower the staleness, look for errors in their groups'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #db42870f
+# %% ../nbs/15_metrics.ipynb #d4ac2daf
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'length/mean': ('sampled tokens of a rollout, mean over rollouts', 'tokens', 'moves slowly', 'a jump: reward hacking by length, or a lost stop token'),
     'length/max': ('tokens of the longest row', 'tokens', 'below the row budget', 'at the budget: truncation'),
@@ -72,7 +73,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: padding; raise the micro-batch budget, or bring rows of similar length together'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #75efa710
+# %% ../nbs/15_metrics.ipynb #3400aae8
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/groups': ('prompt groups in the batch', 'groups', '', ''),
     'estimator/flat_groups': ('groups in which all rewards are equal: no signal', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
@@ -87,7 +88,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #09d06973
+# %% ../nbs/15_metrics.ipynb #12009acb
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -104,7 +105,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #c153c354
+# %% ../nbs/15_metrics.ipynb #a34122e6
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'policy/grad_norm': ('norm of the gradient before clipping', '', 'steady', 'spikes: look at mismatch/abs_log_max; 0: no signal'),
     'policy/lr': ('learning rate of the step', '', 'follows the schedule', ''),
@@ -115,20 +116,24 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'sync/pause_seconds': ('the part of it in which engines generated nothing', 's', 'at most sync/seconds', ''),
     'time/step': ('wall time of the step', 's', '', 'the parts below say where it went'),
     'time/wait_for_rollouts': ('the trainer waited for finished groups', 's', 'small', 'large: more engines, or more rollouts in flight'),
-    'time/old_logprobs': ("the trainer's forward before the update", 's', 'about a third of time/train', ''),
-    'time/train': ('forward, backward and optimizer', 's', 'most of time/step', ''),
+    'time/old_logprobs': ("the trainer's forward before the update, slowest rank", 's', 'about a third of time/train', '', None, 'max'),
+    'time/train': ('forward, backward and optimizer, slowest rank', 's', 'most of time/step', '', None, 'max'),
     'time/sync': ('the loop waited for the sync', 's', 'small', ''),
     'speed/engine_tokens_per_s': ('tokens sampled per second of wall time, all engines', 'tokens/s', 'steady', 'falls: stragglers, or an engine was lost'),
     'speed/trainer_tokens_per_s': ('tokens trained per second of time/train', 'tokens/s', 'steady', ''),
     'engine/cached_fraction': ('prompt tokens served from the prefix cache', 'fraction', '(n-1)/n for single turns, more for many turns', 'low: the salt or the routing breaks the cache'),
     'memory/driver_mb': ('resident memory of the driver', 'MB', 'flat', 'growing: something keeps trajectories'),
-    'memory/policy_mb': ('resident memory of the policy (of a GPU: allocated)', 'MB', 'flat after step 1', ''),
+    'memory/policy_mb': ('resident memory of the policy, largest rank', 'MB', 'flat after step 1', '', None, 'max'),
+    'moe/load_max': ("the busiest expert's tokens over the average expert's, mean over layers", 'ratio', '1 to 3', 'growing: experts die; raise policy.balance_coef or freeze the router'),
+    'moe/balance_loss': ('load-balance loss before its coefficient, mean over layers', '', '1 is even, the number of experts / top-k is worst', 'raise policy.balance_coef'),
+    'engine/restarts': ('engines that were lost and started anew since the last step', 'engines', '0', 'read the run\'s events: they name the cause'),
+    'rollouts/rerun': ('rollouts that were lost with their engine and run once more since the last step', 'rollouts', '0', 'see engine/restarts'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #b6ea4656
+# %% ../nbs/15_metrics.ipynb #850890a3
 SHIPPED = frozenset(GLOSSARY)  # names whose meaning a run may not change
 
-# %% ../nbs/15_metrics.ipynb #1ea7ea15
+# %% ../nbs/15_metrics.ipynb #51b92fdf
 def known_metrics() -> dict:  # name -> Metric
     "The glossary and the metrics of all estimators, corrections and losses defined by now."
     own = {k: as_metric(v) for table in (ESTIMATORS, CORRECTIONS, LOSSES) for f in table.values() for k, v in getattr(f, 'metrics', {}).items()}
@@ -150,7 +155,7 @@ def check_names(names) -> list:  # one sentence per unknown name
         faults.append(f'{n!r} is not in the glossary' + (f': did you mean {" or ".join(near)}?' if near else '.') + " Explain it with register_metric(name, meaning), or metrics={...} in the function's decorator.")
     return faults
 
-# %% ../nbs/15_metrics.ipynb #f2d53f79
+# %% ../nbs/15_metrics.ipynb #8edb479b
 def metrics_table(
     prefix: str = '',         # only names that begin so
     values: dict|None = None, # a record of the log: show these values, and only these names
@@ -167,7 +172,31 @@ def metrics_table(
         lines.append('| ' + ' | '.join(map(cell, [f'`{n}`', *shown, m.meaning, m.unit, m.healthy, m.act])) + ' |')
     return '\n'.join(lines)
 
-# %% ../nbs/15_metrics.ipynb #9cd00307
+# %% ../nbs/15_metrics.ipynb #9f2623f0
+def pack_stats(
+    stats: dict,   # name -> pair [sum, count]; count 0 = a number that adds up
+    names: list,   # the schema, the same on every rank
+):                 # float64 [len(names), 3]: sum, count, is it there?
+    "Statistics as one tensor. Raises KeyError for a name outside of the schema."
+    import torch
+    if unknown := [k for k in stats if k not in names]: raise KeyError('not in the glossary: ' + ', '.join(unknown) + '. Explain it with register_metric, or metrics={...} in the decorator')
+    empty = torch.zeros(3, dtype=torch.float64)
+    return torch.stack([torch.cat([stats[n].double().cpu(), torch.ones(1).double()]) if n in stats else empty for n in names])
+
+def reduce_stats(
+    packed,        # float64 [ranks, len(names), 3]
+    names: list,
+) -> dict:         # name -> float; names that no rank sent are left out
+    "What all ranks have seen: sum over count (the sum where the count is 0), or the largest rank's where the glossary says 'max'."
+    known, out = known_metrics(), {}
+    for n, row in zip(names, packed.unbind(1)):
+        s, c, there = row.unbind(-1)
+        if not there.any(): continue
+        if n in known and known[n].ranks == 'max': out[n] = (s/c.clamp(min=1))[there > 0].max().item()
+        else: out[n] = (s.sum()/c.sum()).item() if c.sum() else s.sum().item()
+    return out
+
+# %% ../nbs/15_metrics.ipynb #67c0e3c0
 def plain_number(
     name: str,   # for the message
     x,           # int, float, bool, None, numpy or torch scalar
@@ -190,7 +219,7 @@ def alarms(values: dict) -> list:  # one sentence each
             out.append(f'{n} is {x:.4g} ({m.meaning}). {m.act}'.rstrip())
     return out
 
-# %% ../nbs/15_metrics.ipynb #072ad642
+# %% ../nbs/15_metrics.ipynb #6d98491a
 class LogWriter:
     "Append one JSON line per step to a file. A half line that a crash left at its end is cut off when it is opened again."
     def __init__(self, path):
@@ -214,7 +243,7 @@ class LogWriter:
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
 
-# %% ../nbs/15_metrics.ipynb #c6298972
+# %% ../nbs/15_metrics.ipynb #bf2a99ff
 def read_log(
     path,
 ) -> list:  # records, one a step, in order
