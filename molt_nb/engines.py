@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IN_FLIGHT', 'Sampling', 'EngineConfig', 'EngineError', 'engine_env', 'Engine']
 
-# %% ../nbs/21_engines.ipynb #ecff55c4
+# %% ../nbs/21_engines.ipynb #1e7b01c7
 import asyncio, contextlib, ctypes, itertools, json, logging, math, multiprocessing, os, re, signal, sys, tempfile, threading, time
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
@@ -13,7 +13,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from .tokens import Turn
 
-# %% ../nbs/21_engines.ipynb #9a979088
+# %% ../nbs/21_engines.ipynb #7413029b
 @dataclass
 class Sampling:
     "The sampling distribution. Corrections need it whole: `top_p`, `top_k` and `min_p` cut tokens away, and cut tokens bias every ratio."
@@ -38,10 +38,11 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85       # GPU only
     start_timeout_s: float = 180.0             # seconds before a start counts as failed
     request_timeout_s: float = 600.0           # seconds a request, a pause or a weight update may take
+    max_restarts: int = 3                      # times that each engine is started anew when it is lost; one more ends the run (chapter "router")
 
 class EngineError(RuntimeError): "The engine cannot start, has died, ran out of time, or must not be used any more. Says which and why."
 
-# %% ../nbs/21_engines.ipynb #cca78146
+# %% ../nbs/21_engines.ipynb #2abe82b5
 def engine_env(config:EngineConfig) -> dict[str,str]:
     "Environment variables that an engine's process needs before it imports anything: for Ray's `runtime_env={'env_vars': ...}`."
     bind = config.cpu or ('nobind' if config.tensor_parallel == 1 else '|'.join(map(str, range(config.tensor_parallel))))
@@ -49,7 +50,7 @@ def engine_env(config:EngineConfig) -> dict[str,str]:
     return dict(**eager, OMP_NUM_THREADS=str(config.threads), VLLM_CPU_OMP_THREADS_BIND=bind, VLLM_LOGGING_LEVEL='ERROR',
                 VLLM_NO_USAGE_STATS='1', TOKENIZERS_PARALLELISM='false')
 
-# %% ../nbs/21_engines.ipynb #85968689
+# %% ../nbs/21_engines.ipynb #17a12c08
 def _settle(parent, log, threads, eager):
     "First thing in a child: die with `parent`, speak into the file `log`, use `threads` threads (0: leave them), compile nothing if `eager`."
     if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # 1 = PR_SET_PDEATHSIG
@@ -76,7 +77,7 @@ class _Spawned(_Child, SpawnProcess): pass
 class _ForkContext(ForkContext): Process = _Forked
 class _SpawnContext(SpawnContext): Process = _Spawned
 
-# %% ../nbs/21_engines.ipynb #e3697323
+# %% ../nbs/21_engines.ipynb #a0cbae7c
 @contextlib.contextmanager
 def _children(fork, *how):
     "While it holds, vLLM's children are ours and settle by `how` (log, threads, eager). Yields the list into which they are entered."
@@ -91,7 +92,7 @@ def _children(fork, *how):
     finally:
         for m, f in zip(places, saved): m.get_mp_context = f
 
-# %% ../nbs/21_engines.ipynb #d124ea83
+# %% ../nbs/21_engines.ipynb #ec1cec10
 def _cause(log):
     "The first exception that the children wrote into their log file, in one line."
     if not Path(log).exists(): return 'its log is gone'
@@ -100,7 +101,7 @@ def _cause(log):
     errors = [l for l in lines if re.match(r'^[\w.]*(Error|Exception|Interrupt)\b.*: ', l)]
     return errors[0][:400] if errors else 'its log names no error'
 
-# %% ../nbs/21_engines.ipynb #874fb07e
+# %% ../nbs/21_engines.ipynb #5a415570
 class Engine:
     "One vLLM engine behind token ids: `start`, then `generate`, `pause`/`receive`/`resume`, `abort`, `status`, `stop`. Raises `EngineError`."
     def __init__(self,
@@ -115,7 +116,7 @@ class Engine:
         if not (self.path/'config.json').is_file():
             raise EngineError(f"{name}: '{self.path.name}' is no checkpoint directory (no config.json in it): write the path of one, as `model_dir` returns it")
 
-# %% ../nbs/21_engines.ipynb #8b4c3c10
+# %% ../nbs/21_engines.ipynb #6f799f24
 @patch
 def _params(self:Engine, max_tokens, seed):
     "vLLM's sampling parameters with nothing left to a default. Text is never made; the log-prob of the sampled id only."
@@ -137,7 +138,7 @@ async def _check_sampling(self:Engine):
     if (mode := self.llm.vllm_config.model_config.logprobs_mode) != 'processed_logprobs': raise EngineError(f'{self.name}: logprobs_mode is {mode}')
     return {f: getattr(got, f) for f in (*asdict(self.sampling), 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'min_tokens')}
 
-# %% ../nbs/21_engines.ipynb #445676eb
+# %% ../nbs/21_engines.ipynb #66784697
 _one_start = threading.Lock()    # engines of one process start one after the other
 
 @patch
@@ -160,7 +161,7 @@ def _build(self:Engine, fork, done, release, result):
     except BaseException as e: result.append(e)
     done(); release.wait()
 
-# %% ../nbs/21_engines.ipynb #3cd3a17b
+# %% ../nbs/21_engines.ipynb #3ba856a2
 @patch
 async def start(self:Engine) -> dict:
     "Start vLLM and warm it up. Returns seconds by part. Raises EngineError with the child's own reason."
@@ -202,7 +203,7 @@ def _import_vllm():
     try: import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.v1.executor.multiproc_executor
     finally: logging.disable(before)
 
-# %% ../nbs/21_engines.ipynb #60e02502
+# %% ../nbs/21_engines.ipynb #1ebf99a2
 @patch
 def _dead(self:Engine):
     if self.llm is None: return EngineError(f'{self.name} was stopped')
@@ -226,7 +227,7 @@ async def _guard(self:Engine, work, what, timeout=None):
     finally:
         if not task.done(): task.cancel(); await asyncio.wait({task}, timeout=5)
 
-# %% ../nbs/21_engines.ipynb #e3181951
+# %% ../nbs/21_engines.ipynb #990ac243
 def _version(name): return 0 if name == 'default' else int(name)
 
 @patch
@@ -263,7 +264,7 @@ async def generate(self:Engine,
     try: return await self._guard(self._submit(ids, max_tokens, seed, rid), f'request {rid}')
     finally: del self._live[rid]
 
-# %% ../nbs/21_engines.ipynb #ad8c9d5a
+# %% ../nbs/21_engines.ipynb #714ec456
 @patch
 async def abort(self:Engine, request_id:str=None):
     "End one request, or all (None): each returns at once with what it has, finish_reason 'abort'. Unknown ids are ignored."
@@ -283,6 +284,11 @@ async def status(self:Engine) -> dict:
                 workers=c.parallel_config.world_size, backend=c.weight_transfer_config.backend, sampling=self.effective)
 
 @patch
+async def died(self:Engine) -> str:
+    "Returns when the core is gone, and says why. For a watcher: it costs nothing while it waits."
+    await asyncio.shield(self._death); return str(self._dead())
+
+@patch
 async def stop(self:Engine):
     "End the core and its worker. Safe to call twice, and on an engine that failed to start."
     llm, self.llm = self.llm, None
@@ -295,7 +301,7 @@ async def stop(self:Engine):
     if self._thread: self._release.set(); await asyncio.to_thread(self._thread.join, 5); self._thread = None
     if self.log and Path(self.log).exists(): os.unlink(self.log)
 
-# %% ../nbs/21_engines.ipynb #ffd02a5b
+# %% ../nbs/21_engines.ipynb #b899d74e
 IN_FLIGHT = {'reprefill': ('keep', True), 'continue': ('keep', False), 'drain': ('wait', True)}   # vLLM's pause mode, clear the KV cache
 
 @patch
@@ -312,7 +318,7 @@ async def resume(self:Engine):
     await self._guard(self.llm.resume_generation(), 'resume')
     async with self._gate: self._open = True; self._gate.notify_all()
 
-# %% ../nbs/21_engines.ipynb #94ec7245
+# %% ../nbs/21_engines.ipynb #1b15de59
 @patch
 async def connect(self:Engine,
                   host:str, port:int,  # where transfer rank 0, the sender, listens

@@ -6,14 +6,14 @@
 __all__ = ['GLOSSARY', 'SHIPPED', 'Metric', 'register_metric', 'as_metric', 'known_metrics', 'find_metric', 'check_names',
            'metrics_table', 'pack_stats', 'reduce_stats', 'plain_number', 'alarms', 'LogWriter', 'read_log']
 
-# %% ../nbs/15_metrics.ipynb #c8f9345c
+# %% ../nbs/15_metrics.ipynb #c3106553
 import difflib, json, math, os, re
 from dataclasses import dataclass
 from .corrections import CORRECTIONS
 from .estimators import ESTIMATORS
 from .losses import LOSSES
 
-# %% ../nbs/15_metrics.ipynb #8e3abdb2
+# %% ../nbs/15_metrics.ipynb #f938d43d
 @dataclass(frozen=True)
 class Metric:
     "What a logged number means, in which unit, what is normal, and what to do when it is not."
@@ -26,7 +26,7 @@ class Metric:
 
 GLOSSARY = {}
 
-# %% ../nbs/15_metrics.ipynb #fc518aa9
+# %% ../nbs/15_metrics.ipynb #5e486ac7
 def register_metric(
     name: str,            # 'group/name'
     meaning,              # a sentence, a Metric, or a tuple of its fields
@@ -43,7 +43,7 @@ def as_metric(x):
     "A sentence, a tuple or a Metric -> Metric."
     return x if isinstance(x, Metric) else Metric(x) if isinstance(x, str) else Metric(*x)
 
-# %% ../nbs/15_metrics.ipynb #56df9d30
+# %% ../nbs/15_metrics.ipynb #1b7ffb34
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'step': ('index of the training step, from 0', 'steps', 'grows by 1', ''),
     'version': ('policy version after the step: publications of weights to the engines', 'versions', 'step + 1 when each step publishes', ''),
@@ -59,7 +59,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'rollouts/dropped': ('rollouts left out for another reason: too stale, alone in their group, nothing sampled', 'rollouts', '0', 'lower the staleness, look for errors in their groups'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #d4ac2daf
+# %% ../nbs/15_metrics.ipynb #b7974e01
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'length/mean': ('sampled tokens of a rollout, mean over rollouts', 'tokens', 'moves slowly', 'a jump: reward hacking by length, or a lost stop token'),
     'length/max': ('tokens of the longest row', 'tokens', 'below the row budget', 'at the budget: truncation'),
@@ -73,7 +73,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: padding; raise the micro-batch budget, or bring rows of similar length together'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #3400aae8
+# %% ../nbs/15_metrics.ipynb #5bb859c3
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/groups': ('prompt groups in the batch', 'groups', '', ''),
     'estimator/flat_groups': ('groups in which all rewards are equal: no signal', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
@@ -88,7 +88,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #12009acb
+# %% ../nbs/15_metrics.ipynb #a86a906a
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -105,13 +105,14 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #a34122e6
+# %% ../nbs/15_metrics.ipynb #a305b192
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'policy/grad_norm': ('norm of the gradient before clipping', '', 'steady', 'spikes: look at mismatch/abs_log_max; 0: no signal'),
     'policy/lr': ('learning rate of the step', '', 'follows the schedule', ''),
     'policy/skipped_steps': ('optimizer steps so far that were refused because the gradient was NaN or infinite', 'steps', '0', 'look at mismatch/abs_log_max of those steps'),
     'policy/update_norm': ('norm of the change of the weights', '', 'about lr x sqrt(parameters)', '0: the optimizer did nothing'),
     'sync/mismatch': ("largest |log-prob difference| on the probe prompt, engines against trainer, after the sync", 'nats', 'fp32 below 1e-4, bf16 below 0.1', 'an engine has other weights: stop'),
+    'sync/engines': ('engines that carry the version after the sync, probe passed', 'engines', 'all of them', 'see engine/restarts'),
     'sync/seconds': ('publishing the weights, all of it', 's', 'below 10% of time/step', ''),
     'sync/pause_seconds': ('the part of it in which engines generated nothing', 's', 'at most sync/seconds', ''),
     'time/step': ('wall time of the step', 's', '', 'the parts below say where it went'),
@@ -130,10 +131,10 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'rollouts/rerun': ('rollouts that were lost with their engine and run once more since the last step', 'rollouts', '0', 'see engine/restarts'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #850890a3
+# %% ../nbs/15_metrics.ipynb #042ecad6
 SHIPPED = frozenset(GLOSSARY)  # names whose meaning a run may not change
 
-# %% ../nbs/15_metrics.ipynb #51b92fdf
+# %% ../nbs/15_metrics.ipynb #524a22dc
 def known_metrics() -> dict:  # name -> Metric
     "The glossary and the metrics of all estimators, corrections and losses defined by now."
     own = {k: as_metric(v) for table in (ESTIMATORS, CORRECTIONS, LOSSES) for f in table.values() for k, v in getattr(f, 'metrics', {}).items()}
@@ -155,7 +156,7 @@ def check_names(names) -> list:  # one sentence per unknown name
         faults.append(f'{n!r} is not in the glossary' + (f': did you mean {" or ".join(near)}?' if near else '.') + " Explain it with register_metric(name, meaning), or metrics={...} in the function's decorator.")
     return faults
 
-# %% ../nbs/15_metrics.ipynb #8edb479b
+# %% ../nbs/15_metrics.ipynb #b0e98a21
 def metrics_table(
     prefix: str = '',         # only names that begin so
     values: dict|None = None, # a record of the log: show these values, and only these names
@@ -172,7 +173,7 @@ def metrics_table(
         lines.append('| ' + ' | '.join(map(cell, [f'`{n}`', *shown, m.meaning, m.unit, m.healthy, m.act])) + ' |')
     return '\n'.join(lines)
 
-# %% ../nbs/15_metrics.ipynb #9f2623f0
+# %% ../nbs/15_metrics.ipynb #a58c1715
 def pack_stats(
     stats: dict,   # name -> pair [sum, count]; count 0 = a number that adds up
     names: list,   # the schema, the same on every rank
@@ -196,7 +197,7 @@ def reduce_stats(
         else: out[n] = (s.sum()/c.sum()).item() if c.sum() else s.sum().item()
     return out
 
-# %% ../nbs/15_metrics.ipynb #67c0e3c0
+# %% ../nbs/15_metrics.ipynb #5d4bd9ee
 def plain_number(
     name: str,   # for the message
     x,           # int, float, bool, None, numpy or torch scalar
@@ -219,7 +220,7 @@ def alarms(values: dict) -> list:  # one sentence each
             out.append(f'{n} is {x:.4g} ({m.meaning}). {m.act}'.rstrip())
     return out
 
-# %% ../nbs/15_metrics.ipynb #6d98491a
+# %% ../nbs/15_metrics.ipynb #14325302
 class LogWriter:
     "Append one JSON line per step to a file. A half line that a crash left at its end is cut off when it is opened again."
     def __init__(self, path):
@@ -243,7 +244,7 @@ class LogWriter:
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
 
-# %% ../nbs/15_metrics.ipynb #bf2a99ff
+# %% ../nbs/15_metrics.ipynb #95740ae9
 def read_log(
     path,
 ) -> list:  # records, one a step, in order

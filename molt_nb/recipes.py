@@ -6,7 +6,7 @@
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
            'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
-# %% ../nbs/26_recipes.ipynb #d8f92a78
+# %% ../nbs/26_recipes.ipynb #a2a70750
 import dataclasses, difflib, inspect, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from .policy import PolicyConfig
 
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'load_recipe', 'recipe_faults', 'recipe_names', 'project_dir', 'make_objective']
 
-# %% ../nbs/26_recipes.ipynb #7f6840e5
+# %% ../nbs/26_recipes.ipynb #cc1099e3
 @dataclass
 class TaskConfig:
     "Which agent is trained, on which tasks."
@@ -38,10 +38,11 @@ class AlgorithmConfig:
     aggregation: str = 'token_mean'             # token_mean | seq_mean | prompt_mean | fixed
     kl: str = 'k2'                              # the KL term's estimator, used when kl_coef > 0
     kl_coef: float = 0.0
+    reference: str | None = None                # the model that KL terms compare with, on ranks of its own; None: the one that training starts from
     entropy_coef: float = 0.0
     updates_per_batch: int = 1                  # optimizer steps a batch
 
-# %% ../nbs/26_recipes.ipynb #32082dfd
+# %% ../nbs/26_recipes.ipynb #54348a06
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -65,7 +66,7 @@ class SyncConfig:
     reason: str = 'fp32 on both sides agrees to 1e-5 or better on CPU; 1e-4 leaves room for another order of summation'
     timeout_s: float = 120.0
 
-# %% ../nbs/26_recipes.ipynb #d0f02335
+# %% ../nbs/26_recipes.ipynb #60287894
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
@@ -87,7 +88,7 @@ class Recipe:
     pool: PoolConfig = field(default_factory=PoolConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-# %% ../nbs/26_recipes.ipynb #4e49f75c
+# %% ../nbs/26_recipes.ipynb #25c51ff6
 def _fast_bf16(device:str) -> bool:
     import torch
     return device == 'cuda' or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -102,6 +103,9 @@ def resolve(self:Recipe) -> Recipe:
     return self
 
 @patch(as_prop=True)
+def needs_reference(self:Recipe) -> bool: return bool(self.algorithm.kl_coef or self.algorithm.estimator_options.get('kl_coef'))
+
+@patch(as_prop=True)
 def bf16(self:Recipe) -> bool: return 'bfloat16' in (self.engine.dtype, self.policy.autocast)
 
 @patch(as_prop=True)
@@ -109,7 +113,7 @@ def tolerance(self:Recipe) -> float:
     "What the probe may differ by, in nats, at the precision of this run."
     return self.sync.bf16_tolerance if self.bf16 else self.sync.probe_tolerance
 
-# %% ../nbs/26_recipes.ipynb #1364242c
+# %% ../nbs/26_recipes.ipynb #e8b3a655
 def _coerce(value, want):
     "`value` as type `want`; raises ValueError that says what to write."
     if isinstance(want, types.UnionType):
@@ -137,7 +141,7 @@ def _number(value, want):
 
 def _kind(t): return {int: 'a whole number', float: 'a number', str: 'a text', dict: 'a mapping {key: value}'}.get(t, t.__name__)
 
-# %% ../nbs/26_recipes.ipynb #2b387839
+# %% ../nbs/26_recipes.ipynb #871f8f4a
 class RecipeError(ValueError):
     "All faults of a recipe, one a line. `faults` is the list."
     def __init__(self, faults): self.faults = list(faults); super().__init__('the recipe has %d fault%s:\n  - ' % (len(self.faults), 's'*(len(self.faults) != 1)) + '\n  - '.join(self.faults))
@@ -154,7 +158,7 @@ def _nearest(key, cls=Recipe):
     names = difflib.get_close_matches(leaf, [p.rsplit('.', 1)[-1] for p in known], 3, .6)
     return list(dict.fromkeys(near + [p for n in names for p in known if p.rsplit('.', 1)[-1] == n]))[:3]
 
-# %% ../nbs/26_recipes.ipynb #933c95dd
+# %% ../nbs/26_recipes.ipynb #7d259812
 def _apply(tree, changes, faults, where, prefix=''):
     "Set the nested mapping `changes` in the dataclass `tree`; add what is wrong to `faults`."
     types_ = typing.get_type_hints(type(tree))
@@ -169,7 +173,7 @@ def _apply(tree, changes, faults, where, prefix=''):
             try: setattr(tree, key, _coerce(value, types_[key]))
             except ValueError as e: faults.append(f"{where}: '{path}': {e}")
 
-# %% ../nbs/26_recipes.ipynb #40f055c8
+# %% ../nbs/26_recipes.ipynb #11b3ebd6
 def _nested(overrides, faults):
     "Overrides ('a.b=1 c=2', a list of 'a.b=1', or a mapping) as one nested mapping."
     if isinstance(overrides, str): overrides = overrides.replace(';', ' ').split()
@@ -184,7 +188,7 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #b04decd4
+# %% ../nbs/26_recipes.ipynb #19881f31
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
@@ -204,15 +208,14 @@ def _algorithm_faults(r):
     f = ESTIMATORS[a.estimator]
     if f.needs_group and r.pool.samples_per_group < 2: faults.append(f"'pool.samples_per_group' is {r.pool.samples_per_group}: {a.estimator} compares the rollouts of a group; write at least 2, or algorithm.estimator=reinforce")
     if f.aggregation and a.aggregation != f.aggregation: faults.append(f"'algorithm.aggregation' is {a.aggregation!r}: {a.estimator} needs {f.aggregation!r}")
-    if a.estimator_options.get('kl_coef'): faults.append("'algorithm.estimator_options': there is no reference policy yet, so a KL penalty cannot be computed; leave kl_coef out")
-    if a.kl_coef: faults.append("'algorithm.kl_coef': there is no reference policy yet, so a KL term cannot be computed; write 0")
+    if a.reference and not r.needs_reference: faults.append(f"'algorithm.reference' is {a.reference!r}, and nothing compares with it: write algorithm.kl_coef, or leave it out")
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #f63cca55
+# %% ../nbs/26_recipes.ipynb #37954a1a
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
-                'limits.max_turns', 'limits.max_new_tokens', 'engine.max_model_len', 'engine.max_num_seqs', 'policy.micro_batch_tokens', 'algorithm.updates_per_batch', 'sync.probe_tokens')
+                'limits.max_turns', 'limits.max_new_tokens', 'engine.max_model_len', 'engine.max_num_seqs', 'policy.micro_batch_tokens', 'policy.ranks', 'policy.replicas', 'policy.expert_parallel', 'algorithm.updates_per_batch', 'sync.probe_tokens')
     for path in positive:
         at = r
         for part in path.split('.'): at = getattr(at, part)
@@ -222,7 +225,7 @@ def _size_faults(r):
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #5b8847f2
+# %% ../nbs/26_recipes.ipynb #8c2df7e2
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -240,12 +243,15 @@ def _choice_faults(r):
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
     if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ by some hundredths: measure the probe's mismatch, then write a tolerance and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #c41d4f82
+# %% ../nbs/26_recipes.ipynb #6c38c4e1
 def _outside_faults(r):
     from molt_nb.agents import load_agent
-    from molt_nb.models import known_model
-    try: known_model(r.model)
-    except Exception as e: yield f"'model': {e}"
+    from molt_nb.models import known_model, known_moe
+    from molt_nb.policy import layout_faults
+    for field, model in (('model', r.model), ('algorithm.reference', r.algorithm.reference or r.model)):
+        try: known_model(model)
+        except Exception as e: yield f"'{field}': {e}"; break
+    else: yield from (f"'policy': {f}" for f in layout_faults(r.policy, r.policy.ranks, known_moe(r.model)))
     try: agent = load_agent(r.task.agent)
     except Exception as e: yield f"'task.agent': {e}"; return
     known = inspect.signature(agent.tasks).parameters
@@ -259,7 +265,7 @@ def recipe_faults(
     "Check what the types cannot: sizes, choices that exclude each other, functions and their options, files."
     return [*_size_faults(r), *_choice_faults(r), *_algorithm_faults(r), *_outside_faults(r)]
 
-# %% ../nbs/26_recipes.ipynb #ae1d7ed8
+# %% ../nbs/26_recipes.ipynb #489bdb14
 def project_dir() -> Path:
     "The folder that holds `recipes/`: the working directory, the one above it, or the package's own; else the working directory."
     here = Path.cwd(); own = [Path(__file__).parent.parent] if '__file__' in globals() else []
@@ -275,7 +281,7 @@ def _read(name):
     try: return yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as e: raise RecipeError([f'{path.name} is not YAML: {" ".join(str(e).split())}']) from None
 
-# %% ../nbs/26_recipes.ipynb #682ab719
+# %% ../nbs/26_recipes.ipynb #97f249c8
 def load_recipe(
     name:str,               # a recipe's name, or a path to a YAML file of differences
     overrides=(),           # 'policy.lr=1e-6 steps=3', a list of such, or a mapping; applied last

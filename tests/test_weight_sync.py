@@ -1,11 +1,12 @@
 """Weight sync with what no single notebook has: two engines, a core killed in the middle of a transfer, a mixture of experts."""
-import asyncio, logging, os, signal, sys, time
+import asyncio, os, signal, sys, time
 import pytest
 
 ray = pytest.importorskip('ray'); pytest.importorskip('vllm')
 import torch
 from molt_nb.engines import Engine, EngineConfig, Sampling, engine_env
-from molt_nb.models import random_tiny, tiny_tokenizer
+from molt_nb.models import random_tiny
+from molt_nb.router import actor, start_ray
 from molt_nb.weight_sync import Sender, SyncError, WeightSync, make_manifest
 
 CONFIG = EngineConfig(request_timeout_s=60.0)
@@ -32,17 +33,15 @@ class Trainer:
 
 @pytest.fixture(scope='module')
 def cluster():
-    logging.disable(logging.WARNING)
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, logging_level=logging.ERROR)
-    logging.disable(logging.NOTSET)
+    start_ray(4)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])      # workers cannot import a test file
     yield
     ray.shutdown()
 
 def engine_actor(path, name):
-    return ray.remote(Engine).options(num_cpus=1, max_concurrency=64, runtime_env={'env_vars': engine_env(CONFIG)}).remote(path, CONFIG, Sampling(), name)
+    return actor(Engine, engine_env(CONFIG), max_concurrency=64).remote(path, CONFIG, Sampling(), name)
 
-def trainer_actor(path): return ray.remote(Trainer).options(num_cpus=1, runtime_env={'env_vars': {'OMP_NUM_THREADS': '1'}}).remote(path)
+def trainer_actor(path): return actor(Trainer, dict(OMP_NUM_THREADS='1')).remote(path)
 
 async def gap(engine, trainer, seed=0):
     "(largest |engine - trainer| over a fresh row, its versions)"
@@ -57,7 +56,7 @@ def test_two_engines_and_a_death(cluster, tmp_path):
     async def scene():
         engines, trainer = [engine_actor(path, f'engine{i}') for i in range(2)], trainer_actor(path)
         await asyncio.gather(*[e.start.remote() for e in engines])
-        sync = WeightSync(engines, [trainer], timeout_s=60); await sync.connect()
+        sync = WeightSync([trainer], timeout_s=60); await sync.connect({f'engine{i}': e for i, e in enumerate(engines)})
         await trainer.step.remote(1); await sync.publish(1)
         for e in engines:
             worst, versions = await gap(e, trainer); assert worst < 1e-5 and versions == {1}
@@ -71,7 +70,7 @@ def test_two_engines_and_a_death(cluster, tmp_path):
         # replacements, a new epoch
         for old in engines: ray.kill(old)
         engines = [engine_actor(path, f'engine{i}') for i in range(2)]; await asyncio.gather(*[e.start.remote() for e in engines])
-        sync = WeightSync(engines, [trainer], timeout_s=60); await sync.connect()
+        sync = WeightSync([trainer], timeout_s=60); await sync.connect({f'engine{i}': e for i, e in enumerate(engines)})
         await trainer.step.remote(3); await sync.publish(3, 'drain')
         for e in engines:
             worst, versions = await gap(e, trainer, 1); assert worst < 1e-5 and versions == {3}
@@ -80,16 +79,11 @@ def test_two_engines_and_a_death(cluster, tmp_path):
 
 
 def test_mixture_of_experts(cluster, tmp_path):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    torch.manual_seed(0); path = tmp_path/'moe'
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=1024, eos_token_id=2, pad_token_id=0, bos_token_id=None, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
-        norm_topk_prob=True, tie_word_embeddings=False)).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
+    path = random_tiny(tmp_path/'moe', experts=True)
     async def scene():
         engine, trainer = engine_actor(path, 'engine0'), trainer_actor(path)
         await engine.start.remote()
-        sync = WeightSync([engine], [trainer], timeout_s=60); await sync.connect()
+        sync = WeightSync([trainer], timeout_s=60); await sync.connect(dict(engine0=engine))
         whole = sync.manifest
         await trainer.step.remote(1)
         sync.manifest = {**whole, 'repair': False}; await sync.publish(1); assert (await gap(engine, trainer))[0] > .05     # vLLM's own end of a reload
