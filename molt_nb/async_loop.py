@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #141dc802
+# %% ../nbs/20_async_loop.ipynb #e2044a05
 import ast, asyncio, atexit, difflib, json, os, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,13 +21,13 @@ from .models import model_dir
 from .policy import Policy, policy_env
 from .pool import Pool
 from .recipes import Recipe, RecipeError, load_recipe, make_objective, project_dir
-from .tokens import Renderer, Trajectory
+from .tokens import Renderer, Trajectory, load_tokenizer
 from .router import EngineGroup, EngineLost, ProcessDied, RunError, actor, start_ray, within
 from .weight_sync import SyncError, WeightSync, free_address
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #588ede5b
+# %% ../nbs/20_async_loop.ipynb #2d3bf325
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -38,10 +38,10 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #836bd5a7
+# %% ../nbs/20_async_loop.ipynb #35a239c9
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
-# %% ../nbs/20_async_loop.ipynb #fddb307a
+# %% ../nbs/20_async_loop.ipynb #9e717db2
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -50,13 +50,12 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #92500bb2
+# %% ../nbs/20_async_loop.ipynb #46717783
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits):
-        from transformers import AutoTokenizer
         self.agent = load_agent(agent) if isinstance(agent, str) else cloudpickle.loads(agent)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path); self.renderer = Renderer(self.tokenizer)
+        self.tokenizer = load_tokenizer(model_path); self.renderer = Renderer(self.tokenizer)
         self.limits = limits
 
     async def ready(self): return os.getpid()
@@ -77,7 +76,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #6efbf744
+# %% ../nbs/20_async_loop.ipynb #65b8f6b5
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int):
@@ -85,7 +84,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #4fbb66c1
+# %% ../nbs/20_async_loop.ipynb #dc40cf62
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -103,7 +102,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #8a728115
+# %% ../nbs/20_async_loop.ipynb #2ecfb777
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -127,7 +126,7 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks, with prompt and reward. They are not trained on."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #9d213092
+# %% ../nbs/20_async_loop.ipynb #92bf18cb
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
@@ -136,7 +135,7 @@ async def _start(self:AsyncLoop):
     made = asyncio.ensure_future(asyncio.to_thread(model_dir, r.model))     # the first time a model is made, in a process of its own
     self._own_ray = start_ray(r.engines + r.policy.ranks*(1 + r.needs_reference) + r.runners, r.ray_address); self.startup['ray'] = time.perf_counter()-t
     self.model = str(await made); self.startup['model'] = time.perf_counter()-t
-    self.tokenizer = asyncio.ensure_future(asyncio.to_thread(self._tokenizer))     # its import takes seconds: beside the others
+    self.tokenizer = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self.model))     # its import takes seconds: beside the others
     self._make_actors()
     jobs = dict(engine=self._start_engines(), policy=self._start_policy(), runner=self._start_runners())
     async def timed(name, job):
@@ -145,7 +144,7 @@ async def _start(self:AsyncLoop):
     t = time.perf_counter(); await self._first_publication(); self.startup['first sync'] = time.perf_counter()-t
     self._open_log(); return {k: round(v, 1) for k, v in self.startup.items()}
 
-# %% ../nbs/20_async_loop.ipynb #e1bb2b0a
+# %% ../nbs/20_async_loop.ipynb #88576e52
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, int(self.recipe.device == 'cuda')
@@ -178,7 +177,7 @@ async def _start_policy(self:AsyncLoop):
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #e35e1a97
+# %% ../nbs/20_async_loop.ipynb #06ddd60e
 @patch
 async def _first_publication(self:AsyncLoop):
     self.sync, self._weights = WeightSync(self.policies, self.recipe.sync.timeout_s), asyncio.Lock()
@@ -189,12 +188,7 @@ async def _first_publication(self:AsyncLoop):
     self.probe = Renderer(tok).prompt([dict(role='user', content='What is 1 + 2? Reply with just the number.')])
     await self._publish(0)
 
-@patch
-def _tokenizer(self:AsyncLoop):
-    from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(self.model)
-
-# %% ../nbs/20_async_loop.ipynb #8898364a
+# %% ../nbs/20_async_loop.ipynb #249ae68a
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe. An engine that fails is replaced, and the others are served."
@@ -237,7 +231,7 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (recipe.sync)\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #cb9dd9db
+# %% ../nbs/20_async_loop.ipynb #9a9e9a43
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     for again in (False, True):
@@ -248,6 +242,17 @@ async def _rollout(self:AsyncLoop, task, group, sample, seed):
                 if isinstance(e, EngineLost): self.engines.lost(name, str(e), engine)
                 if again: raise
                 self.reruns += 1
+                if not isinstance(e, EngineLost): await self._runner_back(runner)
+
+@patch
+async def _runner_back(self:AsyncLoop, runner, seconds=180):
+    "Ray starts a runner that died once more; wait until it answers."
+    end = time.time() + seconds
+    while True:
+        try: return await within(runner.ready.remote(), seconds, 'runner')
+        except ProcessDied as e:
+            if time.time() > end or 'ray.kill' in str(e): raise
+            await asyncio.sleep(1)
 
 @patch
 def _mark(self:AsyncLoop, who, t0, what, t1=None): self.timeline.append((who, t0, t1 or time.perf_counter(), what))
@@ -262,7 +267,7 @@ def _open_log(self:AsyncLoop):
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #8b7074ad
+# %% ../nbs/20_async_loop.ipynb #deffbc03
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, self._tick
@@ -294,7 +299,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #64ac2b27
+# %% ../nbs/20_async_loop.ipynb #94a19612
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -316,7 +321,7 @@ def _rollout_metrics(self:AsyncLoop, trajectories, rollouts, rows, age, seconds)
             'engine/restarts': float(restarts), 'rollouts/rerun': float(reruns),
             'rollouts/dropped': float(tally['groups/dropped'] + tally['groups/requeued']), **{f'rollouts/{k}': float(tally[f'rollouts/{k}']) for k in ('error', 'invalid', 'truncated')}}
 
-# %% ../nbs/20_async_loop.ipynb #64e8fbae
+# %% ../nbs/20_async_loop.ipynb #6164f2a0
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -349,7 +354,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #0efdd992
+# %% ../nbs/20_async_loop.ipynb #88a1430a
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run

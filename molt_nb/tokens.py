@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['FINISH_REASONS', 'OUTCOMES', 'Turn', 'Span', 'Segment', 'Trajectory', 'save_trajectories', 'load_trajectories',
-           'show', 'RenderError', 'PrefixBroken', 'Renderer']
+           'show', 'RenderError', 'PrefixBroken', 'load_tokenizer', 'Renderer']
 
-# %% ../nbs/00_tokens.ipynb #25ccf0b7
+# %% ../nbs/00_tokens.ipynb #b1ff2854
 import functools, html, json, os, re
 from dataclasses import dataclass, field
+from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
 
-# %% ../nbs/00_tokens.ipynb #f5e56e45
+# %% ../nbs/00_tokens.ipynb #eacb5307
 FINISH_REASONS = ('stop', 'length', 'abort')
 
 def _ints(values, name, low=0):
@@ -24,7 +25,7 @@ def _ints(values, name, low=0):
     if row.min() < low: raise ValueError(f'{name} must be >= {low}, got {row.min()} at position {row.argmin()}')
     return row.astype(np.int64)
 
-# %% ../nbs/00_tokens.ipynb #a55fe4a4
+# %% ../nbs/00_tokens.ipynb #49a688e8
 @dataclass
 class Turn:
     "What one generation returned: T sampled ids, the stop token included. Raises ValueError where the parts do not fit."
@@ -51,7 +52,7 @@ class Turn:
         if bad.any(): raise ValueError(f'logprobs must be finite and <= 0, got {logprobs[bad][0]} at position {bad.argmax()}')
         return ids, np.minimum(logprobs, 0), versions
 
-# %% ../nbs/00_tokens.ipynb #78f08b17
+# %% ../nbs/00_tokens.ipynb #5e84480e
 @dataclass(frozen=True)
 class Span:
     "One piece of a segment: positions start <= t < stop."
@@ -61,7 +62,7 @@ class Span:
     finish_reason: str | None = None # of an action: 'stop', 'length' or 'abort'
     cached: int = 0                  # of an action: prompt tokens that came from the prefix cache
 
-# %% ../nbs/00_tokens.ipynb #2517badb
+# %% ../nbs/00_tokens.ipynb #eb946252
 class Segment:
     "One append-only row of T ids, exactly as the engine saw and sampled them. ValueError for what does not fit."
     routes = None   # the engine's expert choices; chapter 14 fills them
@@ -95,7 +96,7 @@ class Segment:
     def __len__(self): return self._length
     def _joined(self, column): return np.concatenate([chunk[column] for chunk in self._chunks])
 
-# %% ../nbs/00_tokens.ipynb #1eee7168
+# %% ../nbs/00_tokens.ipynb #5dc1ea2b
 @patch(as_prop=True)
 def tokens(self: Segment) -> np.ndarray:
     "int64 [T]: the exact ids."
@@ -125,7 +126,7 @@ def spans(self: Segment) -> list[Span]:
 def __eq__(self: Segment, other):
     return isinstance(other, Segment) and self._spans == other._spans and all(np.array_equal(self._joined(c), other._joined(c)) for c in range(3))
 
-# %% ../nbs/00_tokens.ipynb #43e5c16a
+# %% ../nbs/00_tokens.ipynb #8a15e993
 OUTCOMES = ('ok', 'truncated', 'invalid', 'error')
 
 @dataclass
@@ -158,7 +159,7 @@ class Trajectory:
         "The oldest policy version that sampled a token of it; -1 when nothing was sampled."
         return min((int(seg.versions[seg.action_mask].min()) for seg in self.segments if seg.action_mask.any()), default=-1)
 
-# %% ../nbs/00_tokens.ipynb #8aa75f72
+# %% ../nbs/00_tokens.ipynb #19bd4a9c
 _OF_ROLLOUT = ('reward', 'outcome', 'task_id', 'group_id', 'rollout_id', 'reason')
 
 def save_trajectories(
@@ -178,7 +179,7 @@ def save_trajectories(
     pq.write_table(pa.table(columns), aside := f'{path}.{os.getpid()}.tmp')
     os.replace(aside, path)
 
-# %% ../nbs/00_tokens.ipynb #afd8cee8
+# %% ../nbs/00_tokens.ipynb #2e7a6368
 def _rebuild(tokens, logprobs, versions, spans):
     "A Segment from its stored arrays, checked again on the way."
     segment = None
@@ -203,7 +204,7 @@ def load_trajectories(path):  # path: what `save_trajectories` wrote
         else: trajs[-1].segments.append(segment)
     return trajs
 
-# %% ../nbs/00_tokens.ipynb #9159d6fa
+# %% ../nbs/00_tokens.ipynb #4cb3bc2b
 _COLOURS = {'prompt': '#e8e8e8', 'observation': '#cfe3ff', 'action': '#c9efc9'}
 
 class _View:
@@ -225,7 +226,7 @@ def show(
     hint = lambda t, s: f'{t}: id {ids[t]}' + (f', log-prob {logprobs[t]:.3f}, version {versions[t]}' if s.kind == 'action' else '')
     return _View([(s, [(tokenizer.decode([ids[t]]), hint(t, s)) for t in range(s.start, s.stop)]) for s in segment.spans])
 
-# %% ../nbs/00_tokens.ipynb #51d40a2a
+# %% ../nbs/00_tokens.ipynb #45a4a1e8
 class RenderError(ValueError):
     "The chat template cannot render these messages."
 
@@ -234,6 +235,16 @@ class PrefixBroken(Exception):
 
 class _Raw(str): "Text of our own that needs no guard."
 _SENTINEL = '\ue002\ue003'  # stands for a message's text: private characters that no template looks for
+def load_tokenizer(
+    path,   # directory of a Hugging Face checkpoint
+):
+    "Its tokenizer. Where `tokenizer.json` says everything, it is read without transformers' model classes, which take seven seconds to import."
+    try: kind = json.loads(Path(path, 'tokenizer_config.json').read_text()).get('tokenizer_class')
+    except FileNotFoundError: kind = None
+    if kind in ('TokenizersBackend', 'PreTrainedTokenizerFast'): from transformers import PreTrainedTokenizerFast as Tokenizer
+    else: from transformers import AutoTokenizer as Tokenizer
+    return Tokenizer.from_pretrained(path)
+
 _MARK = '\ue000{}\ue001'    # stands for the n-th guarded literal of a render
 _any_of = lambda literals: re.compile('|'.join([*map(re.escape, sorted(literals, key=len, reverse=True)), '[\ue000-\ue003]']))
 
@@ -252,7 +263,7 @@ class Renderer:
         self._guards['other'] = _any_of(special | {t.content for t in added.values() if t.content.strip() and t.content in markup})
         self._closing = {i for i, t in added.items() if t.content in special or t.content in markup.split(_SENTINEL)[2]}
 
-# %% ../nbs/00_tokens.ipynb #1a399a87
+# %% ../nbs/00_tokens.ipynb #0f1e8883
 @patch
 def _guard(self: Renderer, value, literals, pattern):
     "`value` with each guarded literal in its strings replaced by a mark; the literals are collected in order."
@@ -279,7 +290,7 @@ def _text(self: Renderer, messages, generate):
     text, literals = self._render(messages, generate)
     return re.sub('\ue000(\\d+)\ue001', lambda m: literals[int(m[1])], text)
 
-# %% ../nbs/00_tokens.ipynb #5716a0c5
+# %% ../nbs/00_tokens.ipynb #f88a86dd
 @patch
 def _encode(self: Renderer, text, literals):
     "Ids of a rendered text; the literals behind its marks become ordinary tokens."
@@ -310,7 +321,7 @@ def prompt(self: Renderer, messages: list) -> list[int]:
     self._check_roles(messages)
     return self._encode(*self._render(messages, True))
 
-# %% ../nbs/00_tokens.ipynb #9955aa3a
+# %% ../nbs/00_tokens.ipynb #452ebff1
 @patch
 def _probe(self: Renderer):
     "Learn the template's ways with sentinels for texts; returns the markup of user, assistant, user, generation prompt."
@@ -323,7 +334,7 @@ def _probe(self: Renderer):
     self.prefill = next((opening[i:] for i in range(len(opening), -1, -1) if fits(opening[i:])), '')
     return self._text(ask + said('') + ask, True)
 
-# %% ../nbs/00_tokens.ipynb #eb22986e
+# %% ../nbs/00_tokens.ipynb #f1da6ef7
 @patch
 def text(self: Renderer, turn_ids: list) -> str:
     "The sampled text: closing markup and special tokens are gone."
@@ -344,7 +355,7 @@ def _split(self: Renderer, messages, opening, more, generate):
     if text.count(_SENTINEL) != 1: raise RenderError('the chat template drops or repeats the text of an assistant message')
     return text.split(_SENTINEL)[1], literals
 
-# %% ../nbs/00_tokens.ipynb #bc75b418
+# %% ../nbs/00_tokens.ipynb #12d3a759
 @patch
 def extend(self: Renderer,
     messages: list,      # the conversation that the engine answered

@@ -1,10 +1,10 @@
-"""Two engines, two policy ranks, two runners; then an engine and a runner are killed in the middle of the run."""
+"""Two engines and two policy ranks; then an engine and the runner are killed in the middle of the run."""
 import asyncio, os, signal
 from collections import Counter
 from molt_nb.async_loop import AsyncLoop
 from molt_nb.recipes import load_recipe
 
-FLEET = 'engines=2 policy.ranks=2 runners=2 pool.groups_per_batch=4 pool.groups_in_flight=8 algorithm.kl_coef=1e-3 '
+FLEET = 'engines=2 policy.ranks=2 pool.groups_per_batch=4 pool.groups_in_flight=8 '
 
 def test_an_engine_and_a_runner_die(tmp_path):
     "Their rollouts run once more, the run goes on, the new engine passes the probe, and nothing is trained twice."
@@ -18,7 +18,7 @@ def test_an_engine_and_a_runner_die(tmp_path):
             run.pool.next_batch = noted
             for _ in range(3): await run.step()
             assert all(h['sync/engines'] == 2 and h['sync/mismatch'] <= 1e-4 for h in run.history) and run.history[0]['mismatch/abs_log_max'] <= 1e-4
-            assert all(h['loss/kl'] >= 0 and h['moe/load_max'] >= 1 for h in run.history)
+            assert all(h['moe/load_max'] >= 1 for h in run.history)
             status = await asyncio.wrap_future(run.engines.handles['engine1'].status.remote().future()); os.kill(status['pid'], signal.SIGKILL)
             for _ in range(60):
                 await run.step()
