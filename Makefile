@@ -10,7 +10,7 @@ EXPORT  := nbdev_export --file_re '^(\d\d_.*|index)\.ipynb$$'
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lab export clean-nb check readme prove lock help
+.PHONY: demo test test-lab lab export clean-nb check readme prove lock help
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
 
@@ -28,6 +28,10 @@ demo: .venv/installed   ## train in front of your eyes; MODEL=tiny is the two-mi
 
 test: .venv/installed   ## every notebook's inline tests, and tests/
 	python tests/run_all.py
+
+test-lab: .venv/installed ## run notebook 20 in JupyterLab, in a headless Chromium (on PATH, or CHROMIUM=path), with an edit between two steps
+	pip install --quiet --disable-pip-version-check playwright==1.65.2
+	python tests/lab.py
 
 lab: .venv/installed    ## JupyterLab on the notebooks
 	jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/nbs/20_async_loop.ipynb

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #e2044a05
+# %% ../nbs/20_async_loop.ipynb #5555e283
 import ast, asyncio, atexit, difflib, json, os, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from .weight_sync import SyncError, WeightSync, free_address
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #2d3bf325
+# %% ../nbs/20_async_loop.ipynb #74b540b6
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -38,10 +38,10 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #35a239c9
+# %% ../nbs/20_async_loop.ipynb #3f2e91d1
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
-# %% ../nbs/20_async_loop.ipynb #9e717db2
+# %% ../nbs/20_async_loop.ipynb #d1fd52c9
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -50,7 +50,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #46717783
+# %% ../nbs/20_async_loop.ipynb #94eed111
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits):
@@ -76,7 +76,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #65b8f6b5
+# %% ../nbs/20_async_loop.ipynb #69683044
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int):
@@ -84,7 +84,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #dc40cf62
+# %% ../nbs/20_async_loop.ipynb #ed18025e
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -102,7 +102,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #2ecfb777
+# %% ../nbs/20_async_loop.ipynb #1bd0a0eb
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -126,7 +126,7 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks, with prompt and reward. They are not trained on."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #92bf18cb
+# %% ../nbs/20_async_loop.ipynb #a54dc096
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
@@ -144,7 +144,7 @@ async def _start(self:AsyncLoop):
     t = time.perf_counter(); await self._first_publication(); self.startup['first sync'] = time.perf_counter()-t
     self._open_log(); return {k: round(v, 1) for k, v in self.startup.items()}
 
-# %% ../nbs/20_async_loop.ipynb #88576e52
+# %% ../nbs/20_async_loop.ipynb #e57170ae
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, int(self.recipe.device == 'cuda')
@@ -154,7 +154,10 @@ def _make_actors(self:AsyncLoop):
                                r.engine.max_restarts, r.engine.start_timeout_s, self._rejoin)
     def ranks(path, frozen): return [actor(PolicyActor, policy_env(r.policy), gpu).remote(path, policy, r.sampling.temperature, rank=i, world=n, frozen=frozen) for i in range(n)]
     self.policies = ranks(self.model, False)
-    if r.needs_reference: self.references = ranks(str(model_dir(r.algorithm.reference or r.model)), True)
+    if r.needs_reference:
+        path = str(model_dir(r.algorithm.reference or r.model))
+        if path != self.model and load_tokenizer(path).get_vocab() != load_tokenizer(self.model).get_vocab(): raise RunError(f'algorithm.reference {r.algorithm.reference!r} has another vocabulary than {r.model!r}: its log-probs are of other tokens')
+        self.references = ranks(path, True)
     agent = _by_value(self.agent, self.agent) if self.agent else r.task.agent
     self.runners = [actor(Runner, dict(OMP_NUM_THREADS='1'), max_concurrency=1000, max_restarts=r.engine.max_restarts).remote(agent, self.model, r.limits) for _ in range(r.runners)]
 
@@ -177,7 +180,7 @@ async def _start_policy(self:AsyncLoop):
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #06ddd60e
+# %% ../nbs/20_async_loop.ipynb #a619f340
 @patch
 async def _first_publication(self:AsyncLoop):
     self.sync, self._weights = WeightSync(self.policies, self.recipe.sync.timeout_s), asyncio.Lock()
@@ -188,7 +191,7 @@ async def _first_publication(self:AsyncLoop):
     self.probe = Renderer(tok).prompt([dict(role='user', content='What is 1 + 2? Reply with just the number.')])
     await self._publish(0)
 
-# %% ../nbs/20_async_loop.ipynb #249ae68a
+# %% ../nbs/20_async_loop.ipynb #95bc62d7
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe. An engine that fails is replaced, and the others are served."
@@ -231,7 +234,7 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (recipe.sync)\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #9a9e9a43
+# %% ../nbs/20_async_loop.ipynb #9b642038
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     for again in (False, True):
@@ -267,7 +270,7 @@ def _open_log(self:AsyncLoop):
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #deffbc03
+# %% ../nbs/20_async_loop.ipynb #ca92f30f
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, self._tick
@@ -299,7 +302,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #94a19612
+# %% ../nbs/20_async_loop.ipynb #021ef694
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -321,7 +324,7 @@ def _rollout_metrics(self:AsyncLoop, trajectories, rollouts, rows, age, seconds)
             'engine/restarts': float(restarts), 'rollouts/rerun': float(reruns),
             'rollouts/dropped': float(tally['groups/dropped'] + tally['groups/requeued']), **{f'rollouts/{k}': float(tally[f'rollouts/{k}']) for k in ('error', 'invalid', 'truncated')}}
 
-# %% ../nbs/20_async_loop.ipynb #6164f2a0
+# %% ../nbs/20_async_loop.ipynb #7ee6738a
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -354,7 +357,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #88a1430a
+# %% ../nbs/20_async_loop.ipynb #8b1cfe7c
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run

@@ -6,7 +6,7 @@
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
            'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
-# %% ../nbs/26_recipes.ipynb #a2a70750
+# %% ../nbs/26_recipes.ipynb #08b8fc1f
 import dataclasses, difflib, inspect, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from .policy import PolicyConfig
 
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'load_recipe', 'recipe_faults', 'recipe_names', 'project_dir', 'make_objective']
 
-# %% ../nbs/26_recipes.ipynb #cc1099e3
+# %% ../nbs/26_recipes.ipynb #f4f42204
 @dataclass
 class TaskConfig:
     "Which agent is trained, on which tasks."
@@ -42,7 +42,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     updates_per_batch: int = 1                  # optimizer steps a batch
 
-# %% ../nbs/26_recipes.ipynb #54348a06
+# %% ../nbs/26_recipes.ipynb #01417403
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -66,11 +66,11 @@ class SyncConfig:
     reason: str = 'fp32 on both sides agrees to 1e-5 or better on CPU; 1e-4 leaves room for another order of summation'
     timeout_s: float = 120.0
 
-# %% ../nbs/26_recipes.ipynb #60287894
+# %% ../nbs/26_recipes.ipynb #7af60f6b
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
-    model: str = 'tiny'                 # tiny | smollm2 | a directory with a Hugging Face checkpoint
+    model: str = 'tiny'                 # tiny | tiny-moe | smollm2 | a directory with a Hugging Face checkpoint
     steps: int = 20                     # training batches
     seed: int = 0                       # of task order and sampling
     out_dir: str | None = None          # metrics and the recipe; None makes runs/<time>-<model> in the project
@@ -88,7 +88,7 @@ class Recipe:
     pool: PoolConfig = field(default_factory=PoolConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-# %% ../nbs/26_recipes.ipynb #25c51ff6
+# %% ../nbs/26_recipes.ipynb #f615acf0
 def _fast_bf16(device:str) -> bool:
     import torch
     return device == 'cuda' or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -113,7 +113,7 @@ def tolerance(self:Recipe) -> float:
     "What the probe may differ by, in nats, at the precision of this run."
     return self.sync.bf16_tolerance if self.bf16 else self.sync.probe_tolerance
 
-# %% ../nbs/26_recipes.ipynb #e8b3a655
+# %% ../nbs/26_recipes.ipynb #5f904cf8
 def _coerce(value, want):
     "`value` as type `want`; raises ValueError that says what to write."
     if isinstance(want, types.UnionType):
@@ -141,7 +141,7 @@ def _number(value, want):
 
 def _kind(t): return {int: 'a whole number', float: 'a number', str: 'a text', dict: 'a mapping {key: value}'}.get(t, t.__name__)
 
-# %% ../nbs/26_recipes.ipynb #871f8f4a
+# %% ../nbs/26_recipes.ipynb #a49df44e
 class RecipeError(ValueError):
     "All faults of a recipe, one a line. `faults` is the list."
     def __init__(self, faults): self.faults = list(faults); super().__init__('the recipe has %d fault%s:\n  - ' % (len(self.faults), 's'*(len(self.faults) != 1)) + '\n  - '.join(self.faults))
@@ -158,7 +158,7 @@ def _nearest(key, cls=Recipe):
     names = difflib.get_close_matches(leaf, [p.rsplit('.', 1)[-1] for p in known], 3, .6)
     return list(dict.fromkeys(near + [p for n in names for p in known if p.rsplit('.', 1)[-1] == n]))[:3]
 
-# %% ../nbs/26_recipes.ipynb #7d259812
+# %% ../nbs/26_recipes.ipynb #72c532b9
 def _apply(tree, changes, faults, where, prefix=''):
     "Set the nested mapping `changes` in the dataclass `tree`; add what is wrong to `faults`."
     types_ = typing.get_type_hints(type(tree))
@@ -173,7 +173,7 @@ def _apply(tree, changes, faults, where, prefix=''):
             try: setattr(tree, key, _coerce(value, types_[key]))
             except ValueError as e: faults.append(f"{where}: '{path}': {e}")
 
-# %% ../nbs/26_recipes.ipynb #11b3ebd6
+# %% ../nbs/26_recipes.ipynb #e3d897ff
 def _nested(overrides, faults):
     "Overrides ('a.b=1 c=2', a list of 'a.b=1', or a mapping) as one nested mapping."
     if isinstance(overrides, str): overrides = overrides.replace(';', ' ').split()
@@ -188,7 +188,7 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #19881f31
+# %% ../nbs/26_recipes.ipynb #4aed3429
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
@@ -211,7 +211,7 @@ def _algorithm_faults(r):
     if a.reference and not r.needs_reference: faults.append(f"'algorithm.reference' is {a.reference!r}, and nothing compares with it: write algorithm.kl_coef, or leave it out")
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #37954a1a
+# %% ../nbs/26_recipes.ipynb #42a416c0
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -225,7 +225,7 @@ def _size_faults(r):
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #8c2df7e2
+# %% ../nbs/26_recipes.ipynb #fea545eb
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -243,7 +243,7 @@ def _choice_faults(r):
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
     if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ by some hundredths: measure the probe's mismatch, then write a tolerance and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #6c38c4e1
+# %% ../nbs/26_recipes.ipynb #24f0e17a
 def _outside_faults(r):
     from molt_nb.agents import load_agent
     from molt_nb.models import known_model, known_moe
@@ -265,7 +265,7 @@ def recipe_faults(
     "Check what the types cannot: sizes, choices that exclude each other, functions and their options, files."
     return [*_size_faults(r), *_choice_faults(r), *_algorithm_faults(r), *_outside_faults(r)]
 
-# %% ../nbs/26_recipes.ipynb #489bdb14
+# %% ../nbs/26_recipes.ipynb #0ee3375c
 def project_dir() -> Path:
     "The folder that holds `recipes/`: the working directory, the one above it, or the package's own; else the working directory."
     here = Path.cwd(); own = [Path(__file__).parent.parent] if '__file__' in globals() else []
@@ -281,7 +281,7 @@ def _read(name):
     try: return yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as e: raise RecipeError([f'{path.name} is not YAML: {" ".join(str(e).split())}']) from None
 
-# %% ../nbs/26_recipes.ipynb #97f249c8
+# %% ../nbs/26_recipes.ipynb #7daef45e
 def load_recipe(
     name:str,               # a recipe's name, or a path to a YAML file of differences
     overrides=(),           # 'policy.lr=1e-6 steps=3', a list of such, or a mapping; applied last

@@ -1,20 +1,23 @@
-"""The long evidence: the demo as a user runs it, and three seeds of `tiny`. Writes nbs/evidence/, which is committed, and executes the pages that show it.
+"""The long evidence: the demo as a user runs it; `tiny` and `tiny-moe` with one engine and one policy rank, and with two of each; three seeds each.
+Writes nbs/evidence/, which is committed; afterwards `make run-nb NB=20_async_loop` shows it on the page.
 
-    python tests/prove.py [smollm2] [tiny]      default: both; about 15 minutes on two cores"""
+    python tests/prove.py [NAME ...]      default: all of RUNS; about 40 minutes on two cores"""
 import shutil, subprocess, sys, time
 from pathlib import Path
 from notebooks import NBS, ROOT
 
 EVIDENCE = NBS/'evidence'
-RUNS = dict(smollm2=[('smollm2', 0)], tiny=[('tiny', s) for s in (0, 1, 2)])
+TWO = 'engines=2 runners=2 policy.ranks=2'
+RUNS = {'smollm2': ('smollm2', '', [0]), 'tiny': ('tiny', '', [0, 1, 2]), 'tiny-moe': ('tiny-moe', '', [0, 1, 2]),        # name: (recipe, overrides, seeds)
+        'tiny-2x2': ('tiny', TWO, [0, 1, 2]), 'tiny-moe-2x2': ('tiny-moe', f'{TWO} policy.expert_parallel=2', [0, 1, 2])}
 
-def prove(model, seed):
-    run = ROOT/'runs'/f'prove-{time.strftime("%Y%m%d-%H%M%S")}-{model}-{seed}'; run.mkdir(parents=True)
+def prove(name, model, overrides, seed):
+    run = ROOT/'runs'/f'prove-{time.strftime("%Y%m%d-%H%M%S")}-{name}-{seed}'; run.mkdir(parents=True)
     subprocess.run([sys.executable, '-m', 'papermill', 'nbs/20_async_loop.ipynb', str(run/'20_async_loop.ipynb'), '--stdout-file', '/dev/stdout', '--log-level', 'ERROR', '--no-progress-bar',
-                    '-p', 'model', model, '-p', 'seed', str(seed), '-p', 'out_dir', str(run)], cwd=ROOT, check=True)
-    to = EVIDENCE/f'{model}-seed{seed}'; to.mkdir(parents=True, exist_ok=True)
-    for name in ('metrics.jsonl', 'answers.json', 'recipe.yaml'): shutil.copy(run/name, to/name)
-    recipe = (to/'recipe.yaml').read_text().replace(str(run), f'runs/{model}'); (to/'recipe.yaml').write_text(recipe)
+                    '-p', 'model', model, '-p', 'seed', str(seed), '-p', 'out_dir', str(run), *(['-p', 'overrides', overrides] if overrides else [])], cwd=ROOT, check=True)
+    to = EVIDENCE/f'{name}-seed{seed}'; to.mkdir(parents=True, exist_ok=True)
+    for f in ('metrics.jsonl', 'answers.json', 'recipe.yaml'): shutil.copy(run/f, to/f)
+    recipe = (to/'recipe.yaml').read_text().replace(str(run), f'runs/{name}'); (to/'recipe.yaml').write_text(recipe)
 
 def picture():
     import matplotlib; matplotlib.use('agg')
@@ -26,5 +29,6 @@ def picture():
 
 if __name__ == '__main__':
     for name in sys.argv[1:] or RUNS:
-        for model, seed in RUNS[name]: prove(model, seed)
+        model, overrides, seeds = RUNS[name]
+        for seed in seeds: prove(name, model, overrides, seed)
     picture()

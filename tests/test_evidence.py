@@ -9,9 +9,10 @@ def test_smollm2_learnt():
     r = rewards('smollm2-seed0'); assert np.mean(r[:2]) <= .3 and np.mean(r[-5:]) >= .6
 
 @pytest.mark.parametrize('seed', [0, 1, 2])
-def test_tiny_learnt(seed):
-    r = rewards(f'tiny-seed{seed}'); assert np.mean(r[-10:]) - np.mean(r[:10]) >= .25
-
-def test_exact_in_fp32():
-    m = read_metrics(ROOT/'nbs'/'evidence'/'tiny-seed0'/'metrics.jsonl')
+@pytest.mark.parametrize('run', ['tiny', 'tiny-2x2', 'tiny-moe', 'tiny-moe-2x2'])
+def test_tiny_learnt(run, seed):
+    "One engine and one rank, or two of each: it learns, and engine and trainer agree after every sync, on every engine."
+    m = read_metrics(ROOT/'nbs'/'evidence'/f'{run}-seed{seed}'/'metrics.jsonl'); r = [x['reward/raw_mean'] for x in m]
+    assert np.mean(r[-10:]) - np.mean(r[:10]) >= .25
     assert m[0]['mismatch/abs_log_max'] <= 1e-4 and max(x['sync/mismatch'] for x in m) <= 1e-4
+    if run.endswith('2x2'): assert {x['sync/engines'] for x in m} == {2}

@@ -2,7 +2,7 @@
 import asyncio, os, signal, sys, time
 import pytest
 
-ray = pytest.importorskip('ray'); pytest.importorskip('vllm')
+import ray
 import torch
 from molt_nb.engines import Engine, EngineConfig, Sampling, engine_env
 from molt_nb.models import random_tiny
