@@ -3,6 +3,7 @@ PYTHON  ?= python3.11
 MODEL   ?= smollm2
 STEPS   ?=
 SEED    ?=
+OVERRIDES ?=
 BIN     := .venv/bin
 STAMP   := $(shell date +%Y%m%d-%H%M%S)
 NB      ?= *
@@ -23,7 +24,7 @@ help:            ## this list
 demo: .venv/installed   ## train in front of your eyes; MODEL=tiny is the two-minute version
 	mkdir -p runs/$(STAMP)-$(MODEL)
 	papermill nbs/20_async_loop.ipynb runs/$(STAMP)-$(MODEL)/20_async_loop.ipynb --stdout-file /dev/stdout --log-level ERROR --no-progress-bar \
-	  -p model $(MODEL) -p out_dir runs/$(STAMP)-$(MODEL) $(if $(STEPS),-p steps $(STEPS)) $(if $(SEED),-p seed $(SEED))
+	  -p model $(MODEL) -p out_dir runs/$(STAMP)-$(MODEL) $(if $(STEPS),-p steps $(STEPS)) $(if $(SEED),-p seed $(SEED)) $(if $(OVERRIDES),-p overrides "$(OVERRIDES)")
 	@echo "executed notebook: runs/$(STAMP)-$(MODEL)/20_async_loop.ipynb"
 
 test: .venv/installed   ## every notebook's inline tests, and tests/

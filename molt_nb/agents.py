@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['Action', 'Env', 'AgentError', 'make_tasks', 'Limits', 'turn_seed', 'run_episode', 'load_agent']
 
-# %% ../nbs/01_agents.ipynb #cc196e61
+# %% ../nbs/01_agents.ipynb #2dab3702
 import asyncio, concurrent.futures, difflib, hashlib, inspect, json, linecache, numbers, re, sys, threading, traceback, types
 from dataclasses import dataclass
 from pathlib import Path
 from .tokens import PrefixBroken, Renderer, Segment, Trajectory, Turn
 
-# %% ../nbs/01_agents.ipynb #d17dbe8f
+# %% ../nbs/01_agents.ipynb #e24fb1c4
 class Action(str):
     "The decoded text of one turn, special tokens stripped; `ids` and `finish_reason` are as sampled."
     def __new__(cls, text, ids=(), finish_reason='stop'):
@@ -39,7 +39,7 @@ class Env:
     async def close(self):
         "Release what reset and step opened; called once, on every path."
 
-# %% ../nbs/01_agents.ipynb #3fd43981
+# %% ../nbs/01_agents.ipynb #9e0cca93
 class AgentError(ValueError):
     "The user's agent file, class or tasks cannot be used; says where and what to write instead."
 
@@ -60,7 +60,7 @@ def make_tasks(
         seen.add(task['id'])
     return tasks
 
-# %% ../nbs/01_agents.ipynb #08dc087d
+# %% ../nbs/01_agents.ipynb #af4fc510
 class _Thread:
     "Runs one rollout's user code, one call after the other."
     def __init__(self):
@@ -99,7 +99,7 @@ class _Thread:
 
     def end(self): self.loop.call_soon_threadsafe(self.jobs.put_nowait, None)
 
-# %% ../nbs/01_agents.ipynb #5df0b9cd
+# %% ../nbs/01_agents.ipynb #257fdc21
 class _Fault(Exception):
     "A rollout that ends without a reward: outcome, where it happened, why."
     def __init__(self, outcome, where, why, trace=''): self.outcome, self.where, self.why, self.trace = outcome, where, why, trace
@@ -117,7 +117,7 @@ async def _call(thread, where, timeout, f, *args):
         raise _Fault('error', where, f'{type(error).__name__}: {error}', ''.join(traceback.format_exception(error)[-12:]))
     return value
 
-# %% ../nbs/01_agents.ipynb #dda1b37b
+# %% ../nbs/01_agents.ipynb #506a0ec6
 def _messages(observation, where):
     "An observation as a list of chat messages."
     if isinstance(observation, str): return [dict(role='user', content=str(observation))]
@@ -140,7 +140,7 @@ def _checked(result):
     except (TypeError, ValueError, RecursionError) as e: raise bad(f'info must hold plain values: {e}')
     return observation, float(reward), bool(terminated), bool(truncated), info
 
-# %% ../nbs/01_agents.ipynb #7ceb4531
+# %% ../nbs/01_agents.ipynb #9dee772a
 @dataclass
 class Limits:
     "What one rollout may use; ValueError for what cannot be."
@@ -157,7 +157,7 @@ def turn_seed(seed, turn):
     "A 31-bit seed for one turn of one rollout."
     return int.from_bytes(hashlib.blake2b(f'{seed}/{turn}'.encode(), digest_size=4).digest(), 'big') >> 1
 
-# %% ../nbs/01_agents.ipynb #6234cea5
+# %% ../nbs/01_agents.ipynb #47182bd9
 async def _turn(generate, segment, limits, seed):
     "Sample one turn onto the segment; a `_Fault` if the engine fails or answers something impossible."
     room = min(limits.max_new_tokens, limits.max_row_tokens - len(segment))
@@ -184,7 +184,7 @@ def _make_row(renderer, segments, messages, turn, new, limits, info):
     elif turn is None: raise _Fault('invalid', 'reset', f'the prompt has {len(ids)} tokens, max_row_tokens is {limits.max_row_tokens}')
     return fits
 
-# %% ../nbs/01_agents.ipynb #31e6ff9b
+# %% ../nbs/01_agents.ipynb #3ddb6dd5
 async def _play(user, env, task, generate, renderer, limits, seed, segments, info):
     "Play to the end: (outcome, reason, reward). Fills `segments` and `info` on the way, so that a fault keeps what there was."
     messages, turn, total = [], None, 0.0
@@ -203,7 +203,7 @@ async def _play(user, env, task, generate, renderer, limits, seed, segments, inf
         if number < limits.max_turns: new = _messages(observation, 'step')
     return 'truncated', f'not finished after max_turns={limits.max_turns}', total
 
-# %% ../nbs/01_agents.ipynb #8a448cb6
+# %% ../nbs/01_agents.ipynb #32a98292
 async def _close(thread, env, limits):
     "Close the env, in a fresh thread if its own is stuck; returns '' or why it failed."
     if getattr(type(env), 'close', None) in (None, Env.close): return ''   # nothing of the user's to run
@@ -214,7 +214,7 @@ async def _close(thread, env, limits):
         if fresh is not thread: fresh.end()
     return ''
 
-# %% ../nbs/01_agents.ipynb #3878c3a0
+# %% ../nbs/01_agents.ipynb #925a0637
 async def run_episode(
     env_class,         # an Env class
     task,              # one of its tasks
@@ -246,7 +246,7 @@ async def run_episode(
         finally: thread.end()
     return Trajectory(segments, reward, outcome, info, str(task['id']), group_id, rollout_id, '; '.join(filter(None, (reason, closing))))
 
-# %% ../nbs/01_agents.ipynb #4283050f
+# %% ../nbs/01_agents.ipynb #de8310b6
 _cell_of = lambda cell: ''.join(cell['source']) if isinstance(cell['source'], list) else cell['source']
 
 def _sources(path):
@@ -278,7 +278,7 @@ def _run_file(path):
     finally: sys.path.remove(folder); del sys.modules[module.__name__]
     return vars(module)
 
-# %% ../nbs/01_agents.ipynb #e5a9ff41
+# %% ../nbs/01_agents.ipynb #54cbaba3
 def load_agent(
     name_or_path,  # a name in `molt_nb.tasks.TASKS`, or 'file.py', 'file.ipynb', with ':Class' where the file has several
 ):

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #5555e283
+# %% ../nbs/20_async_loop.ipynb #54b02166
 import ast, asyncio, atexit, difflib, json, os, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
-import numpy as np, ray, torch, yaml
+import numpy as np, psutil, ray, torch, yaml
 from fastcore.basics import patch
 from ray import cloudpickle
 from . import estimators
@@ -27,7 +27,7 @@ from .weight_sync import SyncError, WeightSync, free_address
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #74b540b6
+# %% ../nbs/20_async_loop.ipynb #7957eff3
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -38,10 +38,10 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #3f2e91d1
+# %% ../nbs/20_async_loop.ipynb #05e0c5ad
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
-# %% ../nbs/20_async_loop.ipynb #d1fd52c9
+# %% ../nbs/20_async_loop.ipynb #8d6c76b5
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -50,7 +50,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #94eed111
+# %% ../nbs/20_async_loop.ipynb #902c158b
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits):
@@ -76,7 +76,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #69683044
+# %% ../nbs/20_async_loop.ipynb #cc2a3177
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int):
@@ -84,7 +84,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #ed18025e
+# %% ../nbs/20_async_loop.ipynb #610dfd7c
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -102,7 +102,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #1bd0a0eb
+# %% ../nbs/20_async_loop.ipynb #68c1dd13
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -123,10 +123,10 @@ async def step(self:AsyncLoop) -> dict:
 
 @patch
 async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
-    "The policy's answers to `n` held-out tasks, with prompt and reward. They are not trained on."
+    "The policy's answers to `n` held-out tasks (at most recipe.show_rollouts), with prompt and reward. They are not trained on, unless the data set has no others."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #a54dc096
+# %% ../nbs/20_async_loop.ipynb #5b0c3686
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
@@ -144,7 +144,7 @@ async def _start(self:AsyncLoop):
     t = time.perf_counter(); await self._first_publication(); self.startup['first sync'] = time.perf_counter()-t
     self._open_log(); return {k: round(v, 1) for k, v in self.startup.items()}
 
-# %% ../nbs/20_async_loop.ipynb #e57170ae
+# %% ../nbs/20_async_loop.ipynb #3a052e37
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, int(self.recipe.device == 'cuda')
@@ -162,9 +162,9 @@ def _make_actors(self:AsyncLoop):
     self.runners = [actor(Runner, dict(OMP_NUM_THREADS='1'), max_concurrency=1000, max_restarts=r.engine.max_restarts).remote(agent, self.model, r.limits) for _ in range(r.runners)]
 
 @patch
-async def _all(self:AsyncLoop, what, refs, seconds):
+async def _all(self:AsyncLoop, what, refs, seconds, field=''):
     "Await one reference an actor; the failure names the one that failed."
-    return await asyncio.gather(*(within(ref, seconds, f'{what}{i}') for i, ref in enumerate(refs)))
+    return await asyncio.gather(*(within(ref, seconds, f'{what}{i}', field) for i, ref in enumerate(refs)))
 
 @patch
 async def _start_engines(self:AsyncLoop):
@@ -174,24 +174,25 @@ async def _start_engines(self:AsyncLoop):
 async def _start_policy(self:AsyncLoop):
     async def build(what, ranks):
         host, port = await within(ranks[0].__ray_call__.remote(lambda actor: free_address()), 120, what)       # on rank 0's machine
-        await self._all(what, [p.build.remote(f'tcp://{host}:{port}' if len(ranks) > 1 else None) for p in ranks], self.recipe.engine.start_timeout_s + 60)
+        await self._all(what, [p.build.remote(f'tcp://{host}:{port}' if len(ranks) > 1 else None) for p in ranks], self.recipe.engine.start_timeout_s + 60, 'engine.start_timeout_s')
     await asyncio.gather(*(build(what, ranks) for what, ranks in (('policy', self.policies), ('reference', self.references)) if ranks))
 
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #a619f340
+# %% ../nbs/20_async_loop.ipynb #c77c726c
 @patch
 async def _first_publication(self:AsyncLoop):
     self.sync, self._weights = WeightSync(self.policies, self.recipe.sync.timeout_s), asyncio.Lock()
     self.tokenizer = tok = await self.tokenizer; r = self.recipe
     agent = self.agent or load_agent(r.task.agent)
     self.tasks = make_tasks(agent, r.task.n_tasks, r.seed, **r.task.options)
-    self.held_out = make_tasks(agent, r.show_rollouts, r.seed+10**6, **r.task.options)
+    self.held_out = make_tasks(agent, r.show_rollouts, r.seed+10**6, **r.task.options); held = set(map(_content, self.held_out))
+    self.tasks = [t for t in self.tasks if _content(t) not in held] or self.tasks         # what is shown before and after is not trained on
     self.probe = Renderer(tok).prompt([dict(role='user', content='What is 1 + 2? Reply with just the number.')])
     await self._publish(0)
 
-# %% ../nbs/20_async_loop.ipynb #95bc62d7
+# %% ../nbs/20_async_loop.ipynb #85878c6a
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe. An engine that fails is replaced, and the others are served."
@@ -231,19 +232,19 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     diff = np.abs(engine-trainer)
     if set(versions) == {version} and np.all(diff <= tolerance): return float(diff.max())
     rows = '\n'.join(f'{n!r:>14} {e:10.5f} {t:10.5f} {d:10.1e} {v:8d}' for n, e, t, d, v in zip(names, engine, trainer, diff, versions))
-    raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (recipe.sync)\n'
+    raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (sync.probe_tolerance, or sync.bf16_tolerance where one side computes in bfloat16). Look at the first token that is off: all of them, and it is the weights or the temperature; single ones, and it is precision\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #9b642038
+# %% ../nbs/20_async_loop.ipynb #e1509783
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
-    for again in (False, True):
-        runner = self.runners[(group + sample + again) % len(self.runners)]
+    for left in reversed(range(1 + self.recipe.engine.max_restarts)):
+        runner = self.runners[(group + sample + left) % len(self.runners)]
         async with self.engines.lease(group) as (name, engine):
-            try: return await within(runner.rollout.remote(task, group, sample, seed, engine), self.recipe.limits.episode_timeout_s + 60, f'rollout {group}/{sample}')
+            try: return await within(runner.rollout.remote(task, group, sample, seed, engine), self.recipe.limits.episode_timeout_s + 60, f'rollout {group}/{sample}', 'limits.episode_timeout_s')
             except ProcessDied as e:       # of the engine, or of the runner
                 if isinstance(e, EngineLost): self.engines.lost(name, str(e), engine)
-                if again: raise
+                if not left: raise
                 self.reruns += 1
                 if not isinstance(e, EngineLost): await self._runner_back(runner)
 
@@ -268,25 +269,29 @@ def _open_log(self:AsyncLoop):
     self.pool = Pool(r.pool, self.tasks, self._rollout, seed=r.seed, record=lambda who, t0, t1, what: self._mark(who, t0, what, t1))
     self._tick = time.perf_counter()
 
+def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id'}, sort_keys=True, default=str)
+
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #ca92f30f
+# %% ../nbs/20_async_loop.ipynb #4480426b
 @patch
 async def _step(self:AsyncLoop):
-    r, t0 = self.recipe, self._tick
+    r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
     self.pool.grant()
     groups = await self.pool.next_batch(r.pool.groups_per_batch, self.version); t1 = time.perf_counter()
     trajectories = [t for g in groups for t in g.trajectories]
     rollouts, rows, report = make_batch(trajectories, self.tokenizer.pad_token_id or 0, group_size=r.pool.samples_per_group)
+    rollouts, rows, shaped = estimators.shape_rewards(r.shaping, rollouts, rows, r.limits.max_row_tokens)
     await self._reference_logprobs(rows)
     advantages, stats = self._advantages(rollouts, rows)
     age = self.version - torch.where(rows.mask, rows.versions, self.version)
     async with self._weights:
         trained = await self._train(rollouts, rows, advantages); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
         synced = await self._publish(self.version+1); t3 = self._tick = time.perf_counter()
-    times = {'time/wait_for_rollouts': t1-t0, 'time/sync': t3-t2, 'time/step': t3-t0}
-    metrics = {**report, **stats, **trained, **synced, **times, **self._rollout_metrics(trajectories, rollouts, rows, age, t3-t0)}
-    self.history.append(metrics); self.log.write(len(self.history)-1, metrics)
+    times = {'time/wait_for_rollouts': t1-t0, 'time/sync': t3-t2, 'time/step': t3-t0, 'time/between_steps': idle}
+    metrics = {**report, **shaped, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **_age_stats(age, rows), **self._pool_stats(t3-t0+idle), 'version': self.version-1}
+    self.history.append(metrics)
+    for alarm in self.log.write(len(self.history)-1, metrics): print(f'ALARM at step {len(self.history)-1}: {alarm}', flush=True)
     return metrics
 
 @patch
@@ -302,7 +307,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #021ef694
+# %% ../nbs/20_async_loop.ipynb #5cc6d83e
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -310,27 +315,42 @@ def _objective(self:AsyncLoop) -> bytes:
 @patch
 async def _train(self:AsyncLoop, rollouts, rows, advantages):
     r = self.recipe; batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective = self._objective()
-    out = await self._all('policy', [p.step.remote(*batch, objective, r.algorithm.updates_per_batch, self.version) for p in self.policies], r.pool.watchdog_s)
+    out = await self._all('policy', [p.step.remote(*batch, objective, r.algorithm.updates_per_batch, self.version) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
     metrics, rows.old_logprobs = out[0]; return metrics
 
-@patch
-def _rollout_metrics(self:AsyncLoop, trajectories, rollouts, rows, age, seconds):
-    tally, n = self.pool.take_tally(), max(1, int(rows.mask.sum())); reward = rollouts.reward
-    turns = [sum(s.kind == 'action' for seg in t.segments for s in seg.spans) for t in trajectories]
-    lengths = [t.n_actions for t in trajectories]; restarts, self.restarts = sum(self.engines.restarts.values()) - self.restarts, sum(self.engines.restarts.values()); reruns, self.reruns = self.reruns, 0
-    return {'version': self.version-1, 'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'reward/mean': float(reward.mean()), 'reward/std': float(reward.std()), 'length/mean': float(np.mean(lengths)), 'length/max': float(max(lengths)),
-            'length/turns': float(np.mean(turns)), 'staleness/mean': float(age.sum())/n, 'staleness/max': float(age.max()), 'queue/groups': float(len(self.pool.ready)),
-            'rollouts/trained': float(len(trajectories)), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'rollouts/filtered_groups': float(tally['groups/filtered']),
-            'engine/restarts': float(restarts), 'rollouts/rerun': float(reruns),
-            'rollouts/dropped': float(tally['groups/dropped'] + tally['groups/requeued']), **{f'rollouts/{k}': float(tally[f'rollouts/{k}']) for k in ('error', 'invalid', 'truncated')}}
+# %% ../nbs/20_async_loop.ipynb #57ae2ea4
+def _reward_stats(rollouts): return {'reward/mean': float(rollouts.reward.mean()), 'reward/std': float(rollouts.reward.std(unbiased=False))}
 
-# %% ../nbs/20_async_loop.ipynb #7ee6738a
+def _turn_stats(trajectories):
+    spans = [s for t in trajectories for seg in t.segments for s in seg.spans if s.kind == 'action']
+    return {'turns/cut': sum(s.finish_reason == 'length' for s in spans)/max(1, len(spans)), 'engine/cached_fraction': sum(s.cached for s in spans)/max(1, sum(s.start for s in spans))}
+
+def _age_stats(age, rows): return {'staleness/mean': float(age.sum())/max(1, int(rows.mask.sum())), 'staleness/max': float(age.max())}
+
+@patch
+def _pool_stats(self:AsyncLoop, seconds):
+    "Since the last step: rewards as the environment gave them, speed, and what was lost or left out."
+    tally, restarts = self.pool.take_tally(), sum(self.engines.restarts.values())
+    new, self.restarts, reruns, self.reruns = restarts - self.restarts, restarts, self.reruns, 0
+    counted = {f'{k}': float(tally[k]) for k in ('groups/dropped', 'groups/requeued', 'rollouts/error', 'rollouts/invalid')}
+    return {'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), **counted,
+            'rollouts/filtered_groups': float(tally['groups/filtered']), 'engine/restarts': float(new), 'rollouts/rerun': float(reruns), 'memory/driver_mb': psutil.Process().memory_info().rss/2**20}
+
+# %% ../nbs/20_async_loop.ipynb #a776c59e
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
         t = await self._rollout(task, -1-k, 0, 0); q, a = await within(self.runners[0].texts.remote(t), 60, 'runner0')
         return dict(question=q, answer=a, reward=None if np.isnan(t.reward) else t.reward, outcome=t.outcome)
     return list(await asyncio.gather(*(one(k, t) for k, t in enumerate(self.held_out[:n]))))
+
+@patch
+async def save(self:AsyncLoop, path=None) -> Path:
+    "Write the policy as a Hugging Face checkpoint (float32) to `path`, else to `model` in the run's directory."
+    path = Path(path or self.out/'model').resolve()
+    async def export():
+        async with self._weights: await self._all('policy', [p.save_hf.remote(path) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s')
+    await self._bridge(export()); return path
 
 @patch
 async def _shutdown(self:AsyncLoop):
@@ -357,7 +377,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #8b1cfe7c
+# %% ../nbs/20_async_loop.ipynb #5907ce92
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run

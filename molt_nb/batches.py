@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['sort_out', 'pad_rows', 'make_batch', 'describe_batch', 'cut', 'micro_batches', 'level', 'waste']
 
-# %% ../nbs/13_batches.ipynb #a89e303c
+# %% ../nbs/13_batches.ipynb #83f3900b
 from collections import Counter
 import numpy as np, torch
 from .estimators import Rollouts, Rows
 from .tokens import Trajectory
 
-# %% ../nbs/13_batches.ipynb #bb2f7eef
+# %% ../nbs/13_batches.ipynb #7b79bcfd
 def sort_out(
     trajectories,               # list of Trajectory
     drop_lonely: bool = False,  # also leave out what is alone in its group (estimators with `needs_group`)
@@ -27,7 +27,7 @@ def sort_out(
     return kept, {'rollouts/trained': len(kept), 'rollouts/error': count('error'), 'rollouts/invalid': count('invalid'),
                   'rollouts/dropped': silent, 'rollouts/truncated': sum(t.outcome == 'truncated' for t in kept)}
 
-# %% ../nbs/13_batches.ipynb #dc82b0d2
+# %% ../nbs/13_batches.ipynb #93c066a0
 def pad_rows(
     arrays,        # list of 1-D numpy arrays
     fill,          # what stands in the padding
@@ -38,7 +38,7 @@ def pad_rows(
     for row, a in zip(out, arrays): row[:len(a)] = a
     return torch.from_numpy(out).to(dtype)
 
-# %% ../nbs/13_batches.ipynb #5f301f6c
+# %% ../nbs/13_batches.ipynb #5abb8c03
 def make_batch(
     trajectories,               # list of Trajectory, whole groups
     pad_id: int,                # id that fills the padding; it is never read as data
@@ -61,7 +61,7 @@ def make_batch(
                 versions=pad_rows(columns['versions'], -1, torch.int32), rollout=torch.tensor([i for i, _ in pairs]))
     return rollouts, rows, report | describe_batch(kept, rollouts, rows)
 
-# %% ../nbs/13_batches.ipynb #a4c7c66e
+# %% ../nbs/13_batches.ipynb #9662b1c7
 def describe_batch(kept, rollouts, rows):
     "Means over rollouts, never over rows: a rollout of ten rows counts once."
     turns = [sum(span.kind == 'action' for s in t.segments for span in s.spans) for t in kept]
@@ -69,7 +69,7 @@ def describe_batch(kept, rollouts, rows):
             'length/mean': float(np.mean([t.n_actions for t in kept])), 'length/max': int(rollouts.length.max()), 'length/turns': float(np.mean(turns)),
             'batch/rows': len(rows), 'batch/tokens': int(rows.valid.sum()), 'batch/trainable_tokens': int(rows.mask.sum())}
 
-# %% ../nbs/13_batches.ipynb #5bf8a762
+# %% ../nbs/13_batches.ipynb #60423d5c
 def cut(
     lengths,     # ints, descending
     budget: int, # padded tokens of a micro-batch
@@ -80,7 +80,7 @@ def cut(
         if i > start and (i + 1 - start) * lengths[start] > budget: pieces.append((start, i)); start = i
     return pieces + [(start, len(lengths))] if len(lengths) else []
 
-# %% ../nbs/13_batches.ipynb #9ed13507
+# %% ../nbs/13_batches.ipynb #eadc73d0
 def micro_batches(
     rows: Rows,
     token_budget: int,   # padded tokens of a micro-batch: rows * longest row
@@ -110,7 +110,7 @@ def level(lengths, budget, n_ranks):
         else: low = mid + 1
     return high
 
-# %% ../nbs/13_batches.ipynb #7c2a29fb
+# %% ../nbs/13_batches.ipynb #57ec884f
 def waste(
     rows: Rows,
     plan: list,    # of `micro_batches`

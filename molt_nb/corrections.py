@@ -7,13 +7,13 @@ __all__ = ['MAX_AGE', 'CORRECTIONS', 'ALARM', 'rollout_sum', 'divergence', 'stat
            'correction', 'healthy', 'frame_stats', 'none', 'tis', 'icepop', 'weight_of', 'within', 'capped', 'mis',
            'seq_mask_tis', 'flash']
 
-# %% ../nbs/11_corrections.ipynb #d7f3729b
+# %% ../nbs/11_corrections.ipynb #3f4f789f
 import math, warnings
 from functools import wraps
 import torch
 from .estimators import table_decorator
 
-# %% ../nbs/11_corrections.ipynb #c5844ed2
+# %% ../nbs/11_corrections.ipynb #2d1aeaed
 def rollout_sum(
     x: torch.Tensor,        # [N, L], already 0 where it must not count
     rollout: torch.Tensor,  # int64 [N]
@@ -22,7 +22,7 @@ def rollout_sum(
     total = torch.zeros(int(rollout.max()) + 1 if len(rollout) else 0, dtype=torch.float64, device=x.device)
     return total.index_add_(0, rollout, x.sum(1, dtype=torch.float64))[rollout]
 
-# %% ../nbs/11_corrections.ipynb #16cfb521
+# %% ../nbs/11_corrections.ipynb #cf3c64b9
 def divergence(
     of: str,                      # 'binary_kl' or 'tv'
     logp_old: torch.Tensor,       # [N, L] trainer
@@ -33,7 +33,7 @@ def divergence(
     if of == 'tv': return (p - q).abs()
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
-# %% ../nbs/11_corrections.ipynb #120e5109
+# %% ../nbs/11_corrections.ipynb #9af605d9
 def statistic(
     logp_old: torch.Tensor,        # [N, L]
     logp_behaviour: torch.Tensor,  # [N, L]
@@ -53,7 +53,7 @@ def statistic(
     if level == 'geo' or of != 'ratio': total = total / rollout_sum(mask, rollout).clamp(min=1)
     return total[:, None].expand_as(x)
 
-# %% ../nbs/11_corrections.ipynb #7c18ffea
+# %% ../nbs/11_corrections.ipynb #f8f8a0be
 MAX_AGE = 4  # older tokens are logged together with this age
 
 def by_age(
@@ -85,7 +85,7 @@ def effective(
     w = (log_weight - log_weight.max()).exp()
     return (w.sum()**2 / (w**2).sum() / len(w)).item()
 
-# %% ../nbs/11_corrections.ipynb #6af752bf
+# %% ../nbs/11_corrections.ipynb #99fe7ffa
 CORRECTIONS = {}
 ALARM = 0.9  # rejected fraction above which the batch is reported as lost
 
@@ -103,7 +103,7 @@ def correction(f=None, *, metrics=None):
         return table_decorator(CORRECTIONS, metrics={})(framed, metrics=metrics or {})
     return enter if f is None else enter(f)
 
-# %% ../nbs/11_corrections.ipynb #f206164a
+# %% ../nbs/11_corrections.ipynb #28a0ed74
 def healthy(logp_old, logp_behaviour, mask, rollout):
     "bool [N, 1]: does the row's rollout have a finite behaviour log-prob at each trainable token? Raises for a non-finite trainer log-prob."
     bad = (mask & ~logp_old.isfinite()).nonzero()
@@ -127,7 +127,7 @@ def frame_stats(old, mu, mask, alive, weights, keep, rollout, age):
                       f"Largest |log rho| {stats['mismatch/abs_log_max']:.3g}, rollouts dropped for NaN {stats['correction/dropped_rollouts']:.0f}")
     return stats
 
-# %% ../nbs/11_corrections.ipynb #fc349386
+# %% ../nbs/11_corrections.ipynb #19ce7248
 @correction
 def none(logp_old, logp_behaviour, mask, rollout):
     "Weight 1 everywhere; the mismatch is logged all the same."
@@ -150,7 +150,7 @@ def icepop(logp_old, logp_behaviour, mask, rollout, *,
     s = statistic(logp_old, logp_behaviour, mask, rollout)
     return weight_of(s), mask & within(s, low, high), {}
 
-# %% ../nbs/11_corrections.ipynb #f575aa3c
+# %% ../nbs/11_corrections.ipynb #eccccafb
 def weight_of(log_ratio):
     "The ratio itself; cut at exp(80), so that a float32 never becomes infinite."
     return log_ratio.clamp(max=80).exp()
@@ -164,7 +164,7 @@ def capped(ratio, mask, cap):
     "How often a cap was hit, for the log."
     return {'correction/capped_fraction': (ratio > cap)[mask].double().mean().item()}
 
-# %% ../nbs/11_corrections.ipynb #055b3a4e
+# %% ../nbs/11_corrections.ipynb #6ed08b31
 @correction
 def mis(logp_old, logp_behaviour, mask, rollout, *,
     low: float = 0.0,   # a rollout below is rejected

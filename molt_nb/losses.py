@@ -7,7 +7,7 @@ __all__ = ['AGGREGATIONS', 'LOSSES', 'loss', 'KL_TERMS', 'Denominators', 'window
            'update_stats', 'ppo', 'cispo', 'gspo', 'kl_term', 'Objective', 'check_objective', 'tally', 'total',
            'add_stats', 'finish_stats', 'policy_loss']
 
-# %% ../nbs/12_losses.ipynb #8d205643
+# %% ../nbs/12_losses.ipynb #302af658
 import math
 from dataclasses import dataclass, field
 from typing import Callable
@@ -15,7 +15,7 @@ import torch
 from .estimators import Rollouts, Rows, check_options, table_decorator
 from .corrections import none
 
-# %% ../nbs/12_losses.ipynb #aa39b57a
+# %% ../nbs/12_losses.ipynb #928f2c7c
 AGGREGATIONS = ('token_mean', 'seq_mean', 'prompt_mean', 'fixed')
 
 @dataclass
@@ -24,7 +24,7 @@ class Denominators:
     how: str             # one of AGGREGATIONS
     scale: torch.Tensor  # float64 [R]
 
-# %% ../nbs/12_losses.ipynb #011d9a1a
+# %% ../nbs/12_losses.ipynb #bd929cf6
 def window_denominators(
     rows: Rows,            # ALL rows of the optimizer window, over all micro-batches and ranks
     rollouts: Rollouts,
@@ -44,7 +44,7 @@ def window_denominators(
         per_rollout = pooled[g] * (pooled > 0).sum()
     return Denominators(how, torch.where(n > 0, 1 / per_rollout, 0.0))
 
-# %% ../nbs/12_losses.ipynb #94adf90a
+# %% ../nbs/12_losses.ipynb #332b40e5
 def aggregate(
     per_token: torch.Tensor,     # [n, L], of one micro-batch; any value where mask is False
     mask: torch.Tensor,          # bool [n, L]
@@ -55,7 +55,7 @@ def aggregate(
     x = torch.where(mask, per_token, 0.0).sum(1, dtype=torch.float64)  # [n]
     return (x * denominators.scale.to(x.device)[rows.rollout]).sum()
 
-# %% ../nbs/12_losses.ipynb #7d803364
+# %% ../nbs/12_losses.ipynb #2532a54c
 LOSSES = {}
 loss = table_decorator(LOSSES, aggregation=None, metrics={})
 
@@ -68,7 +68,7 @@ def update_stats(log_r, clipped):
     r = log_r.detach()
     return {'loss/clip_fraction': clipped.detach(), 'loss/update_kl': r.expm1() - r}
 
-# %% ../nbs/12_losses.ipynb #ee5e356e
+# %% ../nbs/12_losses.ipynb #398bd77b
 @loss
 def ppo(logp, logp_old, advantages, mask, rollout, *,
     eps_low: float = 0.2,           # the ratio's lower bound is 1 - eps_low
@@ -84,7 +84,7 @@ def ppo(logp, logp_old, advantages, mask, rollout, *,
     if dual_clip is not None: out = torch.where(A < 0, torch.minimum(out, -dual_clip * A), out)
     return out, update_stats(log_r, out > free if dual_clip is None else out != free)
 
-# %% ../nbs/12_losses.ipynb #d1c96780
+# %% ../nbs/12_losses.ipynb #bf454573
 @loss
 def cispo(logp, logp_old, advantages, mask, rollout, *,
     eps_low: float|None = None,  # None: no lower bound
@@ -96,7 +96,7 @@ def cispo(logp, logp_old, advantages, mask, rollout, *,
     weight = r.clamp(0.0 if eps_low is None else 1 - eps_low, 1 + eps_high)
     return -weight * A * torch.where(mask, logp, 0.0), update_stats(log_r, weight != r)
 
-# %% ../nbs/12_losses.ipynb #940fd4ad
+# %% ../nbs/12_losses.ipynb #5e1afc38
 @loss(aggregation='seq_mean')
 def gspo(logp, logp_old, advantages, mask, rollout, *,
     eps_low: float = 3e-4,
@@ -110,10 +110,10 @@ def gspo(logp, logp_old, advantages, mask, rollout, *,
     out = torch.maximum(free, bound)
     return out, update_stats(log_r, out > free)
 
-# %% ../nbs/12_losses.ipynb #e897df5f
+# %% ../nbs/12_losses.ipynb #958c1a6e
 KL_TERMS = {'k2': lambda d: d**2 / 2, 'k3': lambda d: torch.expm1(-d) + d}
 
-# %% ../nbs/12_losses.ipynb #f7a23431
+# %% ../nbs/12_losses.ipynb #02208b12
 def kl_term(
     logp: torch.Tensor,            # [n, L] the trainer's, with gradient
     ref_logprobs: torch.Tensor,    # [n, L]
@@ -129,7 +129,7 @@ def kl_term(
     d = logp - ref.detach()
     return weight * KL_TERMS[kind](d), weight * KL_TERMS['k3'](d.detach())
 
-# %% ../nbs/12_losses.ipynb #c6837466
+# %% ../nbs/12_losses.ipynb #220681a9
 @dataclass
 class Objective:
     "Correction, surrogate, aggregation and the two side terms, with their options."
@@ -143,7 +143,7 @@ class Objective:
     entropy_coef: float = 0.0        # of the entropy bonus; 0 = none
     budget: int = 0                  # tokens a rollout may sample; for aggregation 'fixed'
 
-# %% ../nbs/12_losses.ipynb #0c5db543
+# %% ../nbs/12_losses.ipynb #9b954229
 def check_objective(
     objective: Objective,
 ) -> list:  # one sentence per fault; empty when all is well
@@ -161,7 +161,7 @@ def check_objective(
         if not math.isfinite(value) or value < 0: faults.append(f'{name} is {value}: write a number >= 0')
     return faults
 
-# %% ../nbs/12_losses.ipynb #a82c7721
+# %% ../nbs/12_losses.ipynb #245daeae
 def tally(x, mask):
     "Pair [sum, count] of a per-token statistic."
     return torch.stack([torch.where(mask, x.detach(), 0).sum(dtype=torch.float64), mask.sum().double()])
@@ -178,7 +178,7 @@ def finish_stats(stats: dict) -> dict:
     "Pairs -> floats: sum / count, or the sum where the count is 0."
     return {k: (s / n if n else s) for k, (s, n) in ((k, v.tolist()) for k, v in stats.items())}
 
-# %% ../nbs/12_losses.ipynb #9aff63f1
+# %% ../nbs/12_losses.ipynb #2502c77d
 def policy_loss(
     objective: Objective,
     logp: torch.Tensor,          # [n, L] log-probs of this micro-batch now, with gradient

@@ -6,14 +6,14 @@
 __all__ = ['GLOSSARY', 'SHIPPED', 'Metric', 'register_metric', 'as_metric', 'known_metrics', 'find_metric', 'check_names',
            'metrics_table', 'pack_stats', 'reduce_stats', 'plain_number', 'alarms', 'LogWriter', 'read_log']
 
-# %% ../nbs/15_metrics.ipynb #c3106553
+# %% ../nbs/15_metrics.ipynb #0aec0e89
 import difflib, json, math, os, re
 from dataclasses import dataclass
 from .corrections import CORRECTIONS
 from .estimators import ESTIMATORS
 from .losses import LOSSES
 
-# %% ../nbs/15_metrics.ipynb #f938d43d
+# %% ../nbs/15_metrics.ipynb #ea2b9f1c
 @dataclass(frozen=True)
 class Metric:
     "What a logged number means, in which unit, what is normal, and what to do when it is not."
@@ -26,7 +26,7 @@ class Metric:
 
 GLOSSARY = {}
 
-# %% ../nbs/15_metrics.ipynb #5e486ac7
+# %% ../nbs/15_metrics.ipynb #2280d825
 def register_metric(
     name: str,            # 'group/name'
     meaning,              # a sentence, a Metric, or a tuple of its fields
@@ -43,29 +43,33 @@ def as_metric(x):
     "A sentence, a tuple or a Metric -> Metric."
     return x if isinstance(x, Metric) else Metric(x) if isinstance(x, str) else Metric(*x)
 
-# %% ../nbs/15_metrics.ipynb #1b7ffb34
+# %% ../nbs/15_metrics.ipynb #feb55058
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'step': ('index of the training step, from 0', 'steps', 'grows by 1', ''),
-    'version': ('policy version after the step: publications of weights to the engines', 'versions', 'step + 1 when each step publishes', ''),
+    'version': ('policy version that the batch trained: publications of weights so far', 'versions', 'equals step, because each step publishes', ''),
     'optimizer_step': ('optimizer steps so far; a batch may take several', 'steps', 'grows', ''),
     'reward/mean': ('mean reward over trained rollouts (never over rows), after shaping', 'reward', 'grows', 'flat: look at estimator/flat_groups first'),
     'reward/std': ('standard deviation of the reward over trained rollouts', 'reward', 'above 0', '0: nothing is learned; change the tasks or the group size'),
     'reward/raw_mean': ('mean reward as the environment gave it, before shaping and filtering', 'reward', 'grows with reward/mean', 'apart from reward/mean: shaping or filtering drives the curve'),
+    'shaping/changed': ('rollouts whose reward was shaped', 'fraction', '', ''),
+    'turns/cut': ('trained turns that ended because their budget did (finish_reason length)', 'fraction', 'below 0.1', 'raise limits.max_new_tokens, or see shaping.truncated'),
     'rollouts/trained': ('rollouts in the batch', 'rollouts', 'groups x group size', ''),
     'rollouts/filtered_groups': ('finished groups that dynamic filtering refused since the last step', 'groups', 'below the number of trained groups', 'many: tasks too easy or too hard'),
     'rollouts/error': ('rollouts in which something raised or hung; never a reward of 0', 'rollouts', '0', 'read the reasons; a broken grader is not the policy'),
     'rollouts/invalid': ('rollouts whose environment answered nonsense (a NaN, None or text as reward)', 'rollouts', '0', 'repair the environment'),
     'rollouts/truncated': ('trained rollouts that a budget stopped', 'rollouts', 'below 10% of the trained', 'raise the budget, or shape the reward by length'),
-    'rollouts/dropped': ('rollouts left out for another reason: too stale, alone in their group, nothing sampled', 'rollouts', '0', 'lower the staleness, look for errors in their groups'),
+    'rollouts/dropped': ('rollouts of the batch left out for another reason: alone in their group, nothing sampled', 'rollouts', '0', 'look for errors in their groups'),
+    'groups/dropped': ('groups with fewer than two usable rollouts since the last step', 'groups', '0', 'look at rollouts/error'),
+    'groups/requeued': ('finished groups that grew older than pool.max_staleness since the last step; their tasks run again', 'groups', '0', 'fewer groups in flight, or a larger max_staleness'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #b7974e01
+# %% ../nbs/15_metrics.ipynb #812ea504
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'length/mean': ('sampled tokens of a rollout, mean over rollouts', 'tokens', 'moves slowly', 'a jump: reward hacking by length, or a lost stop token'),
     'length/max': ('tokens of the longest row', 'tokens', 'below the row budget', 'at the budget: truncation'),
     'length/turns': ('sampled turns of a rollout, mean', 'turns', 'task dependent', ''),
-    'staleness/mean': ('version at training - version of the oldest trained token, mean over rollouts', 'versions', '0 to 2', 'fewer rollouts in flight'),
-    'staleness/max': ('the same, largest', 'versions', 'at most the cap', ''),
+    'staleness/mean': ('version at training - version of a trained token, mean over trainable tokens', 'versions', '0 to 2', 'fewer rollouts in flight'),
+    'staleness/max': ('the same, of the oldest trained token', 'versions', 'at most pool.max_staleness', ''),
     'queue/groups': ('finished groups that wait for the trainer', 'groups', 'near 0', 'growing: the trainer is the bottleneck'),
     'batch/rows': ('rows of the batch', 'rows', 'at least rollouts/trained', 'many more: contexts are compacted or forked'),
     'batch/tokens': ('tokens of the batch, padding not counted', 'tokens', '', ''),
@@ -73,7 +77,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: padding; raise the micro-batch budget, or bring rows of similar length together'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #5bb859c3
+# %% ../nbs/15_metrics.ipynb #b5ba15fe
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/groups': ('prompt groups in the batch', 'groups', '', ''),
     'estimator/flat_groups': ('groups in which all rewards are equal: no signal', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
@@ -88,7 +92,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #a86a906a
+# %% ../nbs/15_metrics.ipynb #24e20d7e
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -105,23 +109,24 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #a305b192
+# %% ../nbs/15_metrics.ipynb #a7d73efa
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'policy/grad_norm': ('norm of the gradient before clipping', '', 'steady', 'spikes: look at mismatch/abs_log_max; 0: no signal'),
     'policy/lr': ('learning rate of the step', '', 'follows the schedule', ''),
     'policy/skipped_steps': ('optimizer steps so far that were refused because the gradient was NaN or infinite', 'steps', '0', 'look at mismatch/abs_log_max of those steps'),
     'policy/update_norm': ('norm of the change of the weights', '', 'about lr x sqrt(parameters)', '0: the optimizer did nothing'),
-    'sync/mismatch': ("largest |log-prob difference| on the probe prompt, engines against trainer, after the sync", 'nats', 'fp32 below 1e-4, bf16 below 0.1', 'an engine has other weights: stop'),
+    'sync/mismatch': ("largest |log-prob difference| on the probe prompt, engines against trainer, after the sync", 'nats', "fp32 below 1e-4, bf16 below the recipe's sync.bf16_tolerance", 'an engine has other weights: stop'),
     'sync/engines': ('engines that carry the version after the sync, probe passed', 'engines', 'all of them', 'see engine/restarts'),
     'sync/seconds': ('publishing the weights, all of it', 's', 'below 10% of time/step', ''),
     'sync/pause_seconds': ('the part of it in which engines generated nothing', 's', 'at most sync/seconds', ''),
     'time/step': ('wall time of the step', 's', '', 'the parts below say where it went'),
     'time/wait_for_rollouts': ('the trainer waited for finished groups', 's', 'small', 'large: more engines, or more rollouts in flight'),
-    'time/old_logprobs': ("the trainer's forward before the update, slowest rank", 's', 'about a third of time/train', '', None, 'max'),
+    'time/old_logprobs': ("the trainer's forward before the update, slowest rank", 's', 'near 0 where the update computes them itself (one update a batch), else a third of time/train', '', None, 'max'),
     'time/train': ('forward, backward and optimizer, slowest rank', 's', 'most of time/step', '', None, 'max'),
+    'time/between_steps': ('from the end of the step before to the call of this one: what the notebook did', 's', 'near 0 in a job', ''),
     'time/sync': ('the loop waited for the sync', 's', 'small', ''),
     'speed/engine_tokens_per_s': ('tokens sampled per second of wall time, all engines', 'tokens/s', 'steady', 'falls: stragglers, or an engine was lost'),
-    'speed/trainer_tokens_per_s': ('tokens trained per second of time/train', 'tokens/s', 'steady', ''),
+    'speed/trainer_tokens_per_s': ('tokens of the batch, prompts included, per second of the old log-probs and the update', 'tokens/s', 'steady', ''),
     'engine/cached_fraction': ('prompt tokens served from the prefix cache', 'fraction', '(n-1)/n for single turns, more for many turns', 'low: the salt or the routing breaks the cache'),
     'memory/driver_mb': ('resident memory of the driver', 'MB', 'flat', 'growing: something keeps trajectories'),
     'memory/policy_mb': ('resident memory of the policy, largest rank', 'MB', 'flat after step 1', '', None, 'max'),
@@ -131,10 +136,10 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'rollouts/rerun': ('rollouts that were lost with their engine and run once more since the last step', 'rollouts', '0', 'see engine/restarts'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #042ecad6
+# %% ../nbs/15_metrics.ipynb #5b3841cc
 SHIPPED = frozenset(GLOSSARY)  # names whose meaning a run may not change
 
-# %% ../nbs/15_metrics.ipynb #524a22dc
+# %% ../nbs/15_metrics.ipynb #94dae99a
 def known_metrics() -> dict:  # name -> Metric
     "The glossary and the metrics of all estimators, corrections and losses defined by now."
     own = {k: as_metric(v) for table in (ESTIMATORS, CORRECTIONS, LOSSES) for f in table.values() for k, v in getattr(f, 'metrics', {}).items()}
@@ -156,7 +161,7 @@ def check_names(names) -> list:  # one sentence per unknown name
         faults.append(f'{n!r} is not in the glossary' + (f': did you mean {" or ".join(near)}?' if near else '.') + " Explain it with register_metric(name, meaning), or metrics={...} in the function's decorator.")
     return faults
 
-# %% ../nbs/15_metrics.ipynb #b0e98a21
+# %% ../nbs/15_metrics.ipynb #af30f8c9
 def metrics_table(
     prefix: str = '',         # only names that begin so
     values: dict|None = None, # a record of the log: show these values, and only these names
@@ -173,7 +178,7 @@ def metrics_table(
         lines.append('| ' + ' | '.join(map(cell, [f'`{n}`', *shown, m.meaning, m.unit, m.healthy, m.act])) + ' |')
     return '\n'.join(lines)
 
-# %% ../nbs/15_metrics.ipynb #a58c1715
+# %% ../nbs/15_metrics.ipynb #a7785056
 def pack_stats(
     stats: dict,   # name -> pair [sum, count]; count 0 = a number that adds up
     names: list,   # the schema, the same on every rank
@@ -197,7 +202,7 @@ def reduce_stats(
         else: out[n] = (s.sum()/c.sum()).item() if c.sum() else s.sum().item()
     return out
 
-# %% ../nbs/15_metrics.ipynb #5d4bd9ee
+# %% ../nbs/15_metrics.ipynb #0145a6db
 def plain_number(
     name: str,   # for the message
     x,           # int, float, bool, None, numpy or torch scalar
@@ -220,7 +225,7 @@ def alarms(values: dict) -> list:  # one sentence each
             out.append(f'{n} is {x:.4g} ({m.meaning}). {m.act}'.rstrip())
     return out
 
-# %% ../nbs/15_metrics.ipynb #14325302
+# %% ../nbs/15_metrics.ipynb #429444f8
 class LogWriter:
     "Append one JSON line per step to a file. A half line that a crash left at its end is cut off when it is opened again."
     def __init__(self, path):
@@ -244,7 +249,7 @@ class LogWriter:
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
 
-# %% ../nbs/15_metrics.ipynb #95740ae9
+# %% ../nbs/15_metrics.ipynb #90a8dc00
 def read_log(
     path,
 ) -> list:  # records, one a step, in order

@@ -6,13 +6,13 @@
 __all__ = ['SCHEDULES', 'MAX_SHARED', 'PolicyError', 'PolicyConfig', 'constant', 'linear', 'cosine', 'policy_env', 'is_moe',
            'layout_faults', 'Policy', 'quiet', 'group_split']
 
-# %% ../nbs/22_policy.ipynb #e84c64cc
+# %% ../nbs/22_policy.ipynb #d64468a1
 import contextlib, importlib.util, json, logging, math, os, shutil, time, types, warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from fastcore.basics import patch
 
-# %% ../nbs/22_policy.ipynb #15a83626
+# %% ../nbs/22_policy.ipynb #8560522a
 class PolicyError(RuntimeError): "What is wrong with a model, a configuration or a training step, and what to do."
 
 @dataclass
@@ -39,7 +39,7 @@ class PolicyConfig:
     freeze_router: bool = False        # mixture of experts: leave the routers' weights as they are
     balance_coef: float = 0.0          # mixture of experts: weight of the load-balance loss
 
-# %% ../nbs/22_policy.ipynb #305d88c8
+# %% ../nbs/22_policy.ipynb #e2dce305
 def _warmup(step, c): return min(1.0, (step + 1)/(c.warmup_steps + 1))
 def _progress(step, c): return min(1.0, max(0, step - c.warmup_steps)/max(1, c.total_steps - c.warmup_steps))
 def constant(step, c): "The peak rate after warm-up."; return c.lr*_warmup(step, c)
@@ -48,13 +48,13 @@ def cosine(step, c): "Falls along half a cosine to 0 at `total_steps`."; return 
 
 SCHEDULES = dict(constant=constant, linear=linear, cosine=cosine)
 
-# %% ../nbs/22_policy.ipynb #5c5877d8
+# %% ../nbs/22_policy.ipynb #0b95ae0f
 def policy_env(config:PolicyConfig) -> dict:
     "Environment variables of one rank's process, for Ray's `runtime_env`: they must be set before torch is imported."
     n = str(config.threads)
     return dict(OMP_NUM_THREADS=n, MKL_NUM_THREADS=n, TOKENIZERS_PARALLELISM='false', TRANSFORMERS_VERBOSITY='error')
 
-# %% ../nbs/22_policy.ipynb #803147ce
+# %% ../nbs/22_policy.ipynb #e3662646
 @contextlib.contextmanager
 def _built_on_cpu(family):
     "While open, AutoModel builds on the CPU: `torch.cuda.current_device` and the model module's cuda devices read as cpu."
@@ -76,7 +76,7 @@ def _has_module(name):
     try: return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError: return False
 
-# %% ../nbs/22_policy.ipynb #c30925f3
+# %% ../nbs/22_policy.ipynb #22a42967
 def is_moe(path) -> bool:
     "Does the checkpoint's config name experts?"
     c = json.loads((Path(path)/'config.json').read_text()); c = c.get('text_config', c)
@@ -84,12 +84,13 @@ def is_moe(path) -> bool:
 
 def layout_faults(c:PolicyConfig, world:int, moe:bool) -> list:
     "What is wrong with the division of `world` ranks; empty if it can be built."
-    faults = [f'{name} {n} does not divide the {world} ranks: write one that does' for name, n in (('replicas', c.replicas), ('expert_parallel', c.expert_parallel)) if n < 1 or world % n]
-    if c.replicas > 1 and c.expert_parallel > 1: faults.append('replicas and expert_parallel exclude each other: experts are a replica of nothing')
+    divisors = [str(d) for d in range(1, world + 1) if world % d == 0]
+    faults = [f'{name} is {n}, and there are {world} ranks: write {" or ".join(divisors)}' for name, n in (('replicas', c.replicas), ('expert_parallel', c.expert_parallel)) if n < 1 or world % n]
+    if c.replicas > 1 and c.expert_parallel > 1: faults.append('replicas and expert_parallel exclude each other: write 1 for one of them')
     wants = [k for k, v in (('expert_parallel', c.expert_parallel > 1), ('freeze_router', c.freeze_router), ('balance_coef', c.balance_coef)) if v]
     return faults + [f'{k} is for mixtures of experts, and this model is none: leave it out' for k in wants if not moe]
 
-# %% ../nbs/22_policy.ipynb #b06121d7
+# %% ../nbs/22_policy.ipynb #4e16f0c4
 class Policy:
     """The trained model, on one rank: log-probs, optimizer steps, weights for the engines.
 
@@ -113,7 +114,7 @@ class Policy:
         if not self.temperature > 0: raise PolicyError(f'temperature {temperature} gives no distribution: write a positive number')
         if faults := layout_faults(self.config, world, is_moe(self.path)): raise PolicyError('; '.join(faults))
 
-# %% ../nbs/22_policy.ipynb #a5be3218
+# %% ../nbs/22_policy.ipynb #3c1e676d
 @patch
 def build(self:Policy, address:str=None) -> dict:
     "Join the ranks at `address` (where it was not known before), load and shard the model, make the optimizer. Returns seconds by part."
@@ -171,7 +172,7 @@ def _load(self:Policy, setup):
     with _built_on_cpu(family) if self.device.type == 'cpu' else contextlib.nullcontext():
         return NeMoAutoModelForCausalLM.from_pretrained(str(self.path), dtype=torch.float32, distributed_setup=setup, attn_implementation='sdpa', use_liger_kernel=False, **experts)
 
-# %% ../nbs/22_policy.ipynb #de0753d7
+# %% ../nbs/22_policy.ipynb #ed7c628a
 def _chunk_logprobs(head, hidden, target, temperature, entropy):
     "Log-prob of `target` [k] and entropy [k] (zeros unless asked for) from `hidden` [k, H], in float32."
     import torch
@@ -193,7 +194,7 @@ def _head_at(head, target, predictors, temperature, chunk, entropy):
         return torch.cat([checkpoint(f, h, t, use_reentrant=False, preserve_rng_state=False) if again else f(h, t) for h, t in parts])
     return forward
 
-# %% ../nbs/22_policy.ipynb #2fa4e413
+# %% ../nbs/22_policy.ipynb #1b1b5dfd
 MAX_SHARED = 4096     # positions of one shared sequence: its mask takes 16 MB
 
 def _row_layout(tokens, mask):
@@ -226,7 +227,7 @@ def _part_mask(part):
     q, k = part[:, :, None], part[:, None, :]
     return (torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril() & ((k == q) | (k == 0)))[:, None]
 
-# %% ../nbs/22_policy.ipynb #3c3d960d
+# %% ../nbs/22_policy.ipynb #071714cf
 @patch
 def _layout(self:Policy, tokens, mask):
     "The cheaper of the two layouts."
@@ -254,7 +255,7 @@ def _forward(self:Policy, tokens, mask, entropy=False):
     full = torch.zeros(tokens.shape, device=self.device)
     return tuple(full.masked_scatter(where, column) for column in out.unbind(-1))
 
-# %% ../nbs/22_policy.ipynb #df97e5ff
+# %% ../nbs/22_policy.ipynb #338a92af
 @patch
 def score(self:Policy, ids) -> 'np.ndarray':
     "Log-prob of each token of one row, float32 [T]; 0 at position 0, which nothing predicts. On several ranks: call it on all."
@@ -264,7 +265,7 @@ def score(self:Policy, ids) -> 'np.ndarray':
     mask = torch.ones_like(tokens, dtype=torch.bool); mask[:, 0] = False
     with torch.no_grad(): return self._forward(tokens, mask)[0][0].cpu().numpy()
 
-# %% ../nbs/22_policy.ipynb #dd825e23
+# %% ../nbs/22_policy.ipynb #6bac5044
 @patch
 def _plan(self:Policy, rows):
     "Index tensors of the micro-batches of every rank; the same plan on each."
@@ -304,7 +305,7 @@ def logprobs(self:Policy, rows) -> 'Tensor':
             out[index] = torch.where(some.mask, found, out[index])
     return self._sum_ranks(out)
 
-# %% ../nbs/22_policy.ipynb #eb68611e
+# %% ../nbs/22_policy.ipynb #0895ff8c
 @patch
 def _accumulate(self:Policy, rows, loss, entropy=False) -> dict:
     """Add the window's gradient to the parameters. `loss(index, rows, logp, entropy)` gives a micro-batch's part and its [sum, count] pairs.
@@ -358,19 +359,19 @@ def _whole(t):
     "The full tensor of a sharded one; a collective call."
     return t.full_tensor() if hasattr(t, 'full_tensor') else t
 
-# %% ../nbs/22_policy.ipynb #53f04e19
+# %% ../nbs/22_policy.ipynb #b9f3907a
 def _correct(objective, rows, **age):
     "Weights, keep and statistics of the objective's correction on `rows`."
     return objective.correction(rows.old_logprobs, rows.logprobs, rows.mask, rows.rollout, **age, **objective.correction_options)
 
-def _window_loss(objective, rollouts, rows, part, advantages, fixed):
-    "The loss of one micro-batch of the window `part`. Without `fixed` its own log-probs are the old ones; they are noted in `rows.old_logprobs`."
+def _window_loss(objective, rollouts, rows, part, advantages, corrected):
+    "The loss of one micro-batch of the window `part`. Without `corrected` its own log-probs are the old ones; they are noted in `rows.old_logprobs`."
     import torch
     from molt_nb.losses import policy_loss, window_denominators
     denominators = window_denominators(rows[part], rollouts, objective.aggregation, objective.budget)
     def loss(index, some, logp, entropy):
         where = part[index]
-        if fixed: weights, keep = (x[where].to(logp.device) for x in fixed[:2])
+        if corrected: weights, keep = (x[where].to(logp.device) for x in corrected[:2])
         else:
             some.old_logprobs = torch.where(some.mask, logp.detach(), 0.)
             rows.old_logprobs[where] += some.old_logprobs.cpu()
@@ -390,7 +391,7 @@ def gradients(self:Policy, rollouts, rows, objective, advantages) -> dict:
     self.optimizer.zero_grad()
     return out
 
-# %% ../nbs/22_policy.ipynb #dd59480b
+# %% ../nbs/22_policy.ipynb #1b8793fb
 @patch
 def _step(self:Policy) -> dict:
     "Clip, step, clear the gradients."
@@ -418,7 +419,7 @@ def _update_norm(self:Policy, lr) -> float:
         total += (local(s['exp_avg'])/root).norm().double().cpu()**2/(1 - b1**step)**2
     return lr*math.sqrt(self._sum_ranks(total)/self.config.replicas)
 
-# %% ../nbs/22_policy.ipynb #87f418c2
+# %% ../nbs/22_policy.ipynb #8c89b4ea
 def group_split(rollouts, rows, n:int) -> list:
     "Index tensors of the rows of each of `n` updates: prompt groups stay whole and are dealt in turn."
     import torch
@@ -443,7 +444,7 @@ def _memory_mb():
     import psutil
     return psutil.Process().memory_info().rss/2**20
 
-# %% ../nbs/22_policy.ipynb #c30a9023
+# %% ../nbs/22_policy.ipynb #d3c92f1f
 @patch
 def train(self:Policy,
     rollouts, rows,            # the batch, whole, on every rank
@@ -461,20 +462,20 @@ def train(self:Policy,
     shortcut = n_updates == 1 and _within_rollout(objective.correction) and self._keeps_rollouts(rows)
     rows.old_logprobs = torch.zeros(rows.tokens.shape) if shortcut else self.logprobs(rows)
     t1 = time.time()
-    fixed = None if shortcut else _correct(objective, rows, **age)
+    corrected = None if shortcut else _correct(objective, rows, **age)
     windows, steps = [], []
     for part in group_split(rollouts, rows, n_updates):
-        loss = _window_loss(objective, rollouts, rows, part, advantages, fixed)
+        loss = _window_loss(objective, rollouts, rows, part, advantages, corrected)
         windows.append(self._accumulate(rows[part], loss, entropy=objective.entropy_coef != 0)); steps.append(self._step())
     if shortcut:
         rows.old_logprobs = self._sum_ranks(rows.old_logprobs)
-        fixed = _correct(objective, rows, **age)
+        corrected = _correct(objective, rows, **age)
     t2 = time.time()
     own = {'time/old_logprobs': t1 - t0, 'time/train': t2 - t1, 'batch/computed': (self.computed - computed)*self.world/seen, 'memory/policy_mb': _memory_mb()}
     *windows, own = self._reduce(windows, own, [*getattr(objective.loss, 'metrics', ())])
-    return {**fixed[2], **_mean(windows), **_mean(steps), **own, 'optimizer_step': self.optimizer_step, 'speed/trainer_tokens_per_s': seen/(t2 - t0)}
+    return {**corrected[2], **_mean(windows), **_mean(steps), **own, 'optimizer_step': self.optimizer_step, 'speed/trainer_tokens_per_s': seen/(t2 - t0)}
 
-# %% ../nbs/22_policy.ipynb #071b494d
+# %% ../nbs/22_policy.ipynb #f72eb3e4
 @patch
 def supervise(self:Policy, rows) -> dict:
     "One optimizer step of cross-entropy on the trainable tokens of `rows`."
@@ -487,7 +488,7 @@ def supervise(self:Policy, rows) -> dict:
     self._may_train(); window = self._accumulate(rows, loss); step = self._step()
     return {**self._reduce([window], {})[0], **step, 'optimizer_step': self.optimizer_step}
 
-# %% ../nbs/22_policy.ipynb #5edbdd5c
+# %% ../nbs/22_policy.ipynb #4eb26895
 @patch
 def _named(self:Policy, gather=True):
     "Pairs of (Hugging Face name, full tensor), one weight in memory at a time. Without `gather` the tensors have shapes only."
@@ -521,7 +522,7 @@ def send(self:Policy) -> float:
         if self.rank == 0: return self._sender.send(self._named(), self.manifest())
         for _ in self._named(): pass
 
-# %% ../nbs/22_policy.ipynb #e08d00ac
+# %% ../nbs/22_policy.ipynb #c8a70d64
 @patch
 def save_hf(self:Policy,
     path,                       # a directory; replaced when the export is complete

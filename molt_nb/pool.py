@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['task_order', 'rollout_seed', 'Group', 'PoolError', 'Pool']
 
-# %% ../nbs/24_pool.ipynb #99277392
+# %% ../nbs/24_pool.ipynb #a897e230
 import asyncio, hashlib, random, time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .tokens import Trajectory
 
 __all__ = ['Group', 'PoolError', 'Pool', 'task_order', 'rollout_seed']
 
-# %% ../nbs/24_pool.ipynb #4bd7dd39
+# %% ../nbs/24_pool.ipynb #8e814217
 def task_order(
     n:int,    # tasks in the data set
     seed:int, # the run's
@@ -26,7 +26,7 @@ def task_order(
         yield from order
         epoch += 1
 
-# %% ../nbs/24_pool.ipynb #3ff983d3
+# %% ../nbs/24_pool.ipynb #fedcc54d
 def rollout_seed(
     run:int,    # the run's seed
     group:int,  # serial number of the group, counted over the run
@@ -35,7 +35,7 @@ def rollout_seed(
     "The sampling seed of one rollout."
     return int.from_bytes(hashlib.blake2b(f'{run}/{group}/{sample}'.encode(), digest_size=4).digest(), 'big') >> 1
 
-# %% ../nbs/24_pool.ipynb #3a03e998
+# %% ../nbs/24_pool.ipynb #319c7fc7
 @dataclass
 class Group:
     "The rollouts of one task."
@@ -61,7 +61,7 @@ class Group:
         else: self.state = 'ready'
         return bad
 
-# %% ../nbs/24_pool.ipynb #e6b4c486
+# %% ../nbs/24_pool.ipynb #39172ddc
 class PoolError(RuntimeError): "Generation cannot go on; the message says why and shows the commonest failure."
 
 class Pool:
@@ -77,10 +77,10 @@ class Pool:
         self.order, self.serial, self.credit = task_order(len(tasks), seed), 0, 0
         self.flying, self.ready, self.again = {}, deque(), deque()      # id -> asyncio.Task; Groups; (task, attempt) to run anew
         self.counts, self.recent, self.reasons = Counter(), deque(maxlen=64), Counter()
-        self.changed, self.error, self.progress = asyncio.Event(), None, time.perf_counter()
+        self.changed, self.error, self.progress, self.barren = asyncio.Event(), None, time.perf_counter(), 0      # barren: groups in a row without one to train
         self.tally = Counter()                                          # since the last batch: rollouts, tokens, failures
 
-# %% ../nbs/24_pool.ipynb #72dd3bea
+# %% ../nbs/24_pool.ipynb #674e67ed
 @patch
 def _may_start(self:Pool):
     c, ahead = self.config, len(self.flying)+len(self.ready)
@@ -103,7 +103,7 @@ def grant(self:Pool):
     self.credit = self.config.groups_per_batch - len(self.ready) - len(self.flying)
     self.fill()
 
-# %% ../nbs/24_pool.ipynb #9a054e0b
+# %% ../nbs/24_pool.ipynb #bb1db504
 @patch
 async def _group(self:Pool, group):
     try:
@@ -111,8 +111,8 @@ async def _group(self:Pool, group):
         group.finished = time.perf_counter(); self.record('engine', group.started, group.finished, f'group {group.id}')
         bad = group.settle(self.config.filter_no_spread)
         self.tally.update(f'rollouts/{t.outcome}' for t in group.trajectories + bad)
-        if group.state == 'ready': self.ready.append(group)
-        else: self.counts[group.state] += 1; self.tally[f'groups/{group.state}'] += 1; self.credit += 1     # another task takes its place
+        if group.state == 'ready': self.ready.append(group); self.barren = 0
+        else: self._fruitless(group); self.counts[group.state] += 1; self.tally[f'groups/{group.state}'] += 1; self.credit += 1     # another task takes its place
     except asyncio.CancelledError: raise
     except Exception as e: self.error = self.error or e
     finally:
@@ -126,7 +126,13 @@ async def _one(self:Pool, group, k):
     else: self.tally['scored'] += 1; self.tally['reward'] += t.reward
     self._judge(); return t
 
-# %% ../nbs/24_pool.ipynb #d60c094a
+# %% ../nbs/24_pool.ipynb #724b3b7b
+@patch
+def _fruitless(self:Pool, group):
+    self.barren += 1
+    if self.barren >= self.config.max_barren_groups:
+        self.error = self.error or PoolError(f'{self.barren} groups in a row had nothing to train on; the last: {group.reason}. Write easier or harder tasks, a larger pool.samples_per_group or limits.max_new_tokens, or pool.filter_no_spread=false')
+
 @patch
 def _judge(self:Pool):
     failed = sum(self.recent)
@@ -135,7 +141,7 @@ def _judge(self:Pool):
         self.error = self.error or PoolError(f'{failed} of the last {len(self.recent)} rollouts failed. The commonest reason ({n} times): {reason}')
         self.changed.set()
 
-# %% ../nbs/24_pool.ipynb #f9c309c9
+# %% ../nbs/24_pool.ipynb #1b092339
 @patch
 async def next_batch(
     self:Pool,
@@ -163,7 +169,7 @@ def _requeue(self:Pool, group):
     self.counts['requeued'] += 1; self.tally['groups/requeued'] += 1; self.credit += 1
     self.again.append((group.task, group.attempt+1)); self.fill()
 
-# %% ../nbs/24_pool.ipynb #2212db34
+# %% ../nbs/24_pool.ipynb #bc05c9b1
 @patch
 def ledger(self:Pool) -> dict:
     "Groups by state. `started` equals the sum of all others, always."

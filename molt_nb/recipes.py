@@ -6,7 +6,7 @@
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
            'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
-# %% ../nbs/26_recipes.ipynb #08b8fc1f
+# %% ../nbs/26_recipes.ipynb #afd08eb8
 import dataclasses, difflib, inspect, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,12 @@ import yaml
 from fastcore.basics import patch
 from .agents import Limits
 from .engines import EngineConfig, Sampling
+from .estimators import Shaping, shaping_faults
 from .policy import PolicyConfig
 
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'load_recipe', 'recipe_faults', 'recipe_names', 'project_dir', 'make_objective']
 
-# %% ../nbs/26_recipes.ipynb #f4f42204
+# %% ../nbs/26_recipes.ipynb #3c70a0c8
 @dataclass
 class TaskConfig:
     "Which agent is trained, on which tasks."
@@ -42,7 +43,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     updates_per_batch: int = 1                  # optimizer steps a batch
 
-# %% ../nbs/26_recipes.ipynb #01417403
+# %% ../nbs/26_recipes.ipynb #4860f15e
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -53,6 +54,7 @@ class PoolConfig:
     max_staleness: int = 2          # policy versions; an older group is dropped and its task queued again
     filter_no_spread: bool = True   # groups whose rewards are all equal carry no signal: sample another task instead
     synchronous: bool = False       # generate, train, sync, strictly in turn
+    max_barren_groups: int = 200    # finished groups in a row without one to train (all filtered or dropped) stop the run
     max_failure_rate: float = 0.5   # more failed rollouts than that, over the last 64, stop the run
     watchdog_s: float = 300.0       # seconds without one finished rollout or training step before the run stops
 
@@ -60,13 +62,13 @@ class PoolConfig:
 class SyncConfig:
     "How weights reach the engines, and the proof that they did (notebook 23)."
     in_flight: str = 'reprefill'        # held requests: reprefill | continue | drain
-    probe_tokens: int = 16              # length of the probe that is compared after each sync
+    probe_tokens: int = 16              # at most so many sampled tokens are compared after each sync
     probe_tolerance: float = 1e-4       # nats, max over the probe's tokens, with float32 on both sides; above it the run stops
     bf16_tolerance: float = 0.0         # the same where engine or trainer computes in bfloat16: measure it, write it, give the reason
     reason: str = 'fp32 on both sides agrees to 1e-5 or better on CPU; 1e-4 leaves room for another order of summation'
     timeout_s: float = 120.0
 
-# %% ../nbs/26_recipes.ipynb #7af60f6b
+# %% ../nbs/26_recipes.ipynb #94a16318
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
@@ -79,16 +81,18 @@ class Recipe:
     device: str = 'cpu'                 # cpu | cuda: what Ray gives to engines and policy
     ray_address: str | None = None      # None starts a local Ray; 'auto' joins a cluster
     show_rollouts: int = 3              # answers kept from before and after training
+    save: bool = False                  # write the trained model to out_dir/model at the end
     task: TaskConfig = field(default_factory=TaskConfig)
     limits: Limits = field(default_factory=Limits)
     sampling: Sampling = field(default_factory=Sampling)
     engine: EngineConfig = field(default_factory=EngineConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    shaping: Shaping = field(default_factory=Shaping)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-# %% ../nbs/26_recipes.ipynb #f615acf0
+# %% ../nbs/26_recipes.ipynb #bd3a6ba8
 def _fast_bf16(device:str) -> bool:
     import torch
     return device == 'cuda' or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -113,7 +117,7 @@ def tolerance(self:Recipe) -> float:
     "What the probe may differ by, in nats, at the precision of this run."
     return self.sync.bf16_tolerance if self.bf16 else self.sync.probe_tolerance
 
-# %% ../nbs/26_recipes.ipynb #5f904cf8
+# %% ../nbs/26_recipes.ipynb #5339fd78
 def _coerce(value, want):
     "`value` as type `want`; raises ValueError that says what to write."
     if isinstance(want, types.UnionType):
@@ -141,7 +145,7 @@ def _number(value, want):
 
 def _kind(t): return {int: 'a whole number', float: 'a number', str: 'a text', dict: 'a mapping {key: value}'}.get(t, t.__name__)
 
-# %% ../nbs/26_recipes.ipynb #a49df44e
+# %% ../nbs/26_recipes.ipynb #f820ca30
 class RecipeError(ValueError):
     "All faults of a recipe, one a line. `faults` is the list."
     def __init__(self, faults): self.faults = list(faults); super().__init__('the recipe has %d fault%s:\n  - ' % (len(self.faults), 's'*(len(self.faults) != 1)) + '\n  - '.join(self.faults))
@@ -158,7 +162,7 @@ def _nearest(key, cls=Recipe):
     names = difflib.get_close_matches(leaf, [p.rsplit('.', 1)[-1] for p in known], 3, .6)
     return list(dict.fromkeys(near + [p for n in names for p in known if p.rsplit('.', 1)[-1] == n]))[:3]
 
-# %% ../nbs/26_recipes.ipynb #72c532b9
+# %% ../nbs/26_recipes.ipynb #55e0bc83
 def _apply(tree, changes, faults, where, prefix=''):
     "Set the nested mapping `changes` in the dataclass `tree`; add what is wrong to `faults`."
     types_ = typing.get_type_hints(type(tree))
@@ -170,10 +174,12 @@ def _apply(tree, changes, faults, where, prefix=''):
             if isinstance(value, dict): _apply(getattr(tree, key), value, faults, where, path+'.')
             else: faults.append(f"{where}: '{path}' is a group of fields; write {path}.<field>=value")
         else:
-            try: setattr(tree, key, _coerce(value, types_[key]))
+            try: setattr(tree, key, _coerce({**getattr(tree, key), **value} if isinstance(value, _Inside) and isinstance(getattr(tree, key), dict) else value, types_[key]))
             except ValueError as e: faults.append(f"{where}: '{path}': {e}")
 
-# %% ../nbs/26_recipes.ipynb #e3d897ff
+# %% ../nbs/26_recipes.ipynb #47e7bd83
+class _Inside(dict): "What dotted keys reach into: merged with what is there, where a mapping written whole replaces it."
+
 def _nested(overrides, faults):
     "Overrides ('a.b=1 c=2', a list of 'a.b=1', or a mapping) as one nested mapping."
     if isinstance(overrides, str): overrides = overrides.replace(';', ' ').split()
@@ -184,11 +190,11 @@ def _nested(overrides, faults):
     out = {}
     for key, value in overrides.items():
         *groups, leaf = key.split('.'); at = out
-        for g in groups: at = at.setdefault(g, {}) if isinstance(at.get(g, {}), dict) else {}
+        for g in groups: at = at.setdefault(g, _Inside()) if isinstance(at.get(g, {}), dict) else {}
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #4aed3429
+# %% ../nbs/26_recipes.ipynb #4114e21f
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
@@ -209,9 +215,10 @@ def _algorithm_faults(r):
     if f.needs_group and r.pool.samples_per_group < 2: faults.append(f"'pool.samples_per_group' is {r.pool.samples_per_group}: {a.estimator} compares the rollouts of a group; write at least 2, or algorithm.estimator=reinforce")
     if f.aggregation and a.aggregation != f.aggregation: faults.append(f"'algorithm.aggregation' is {a.aggregation!r}: {a.estimator} needs {f.aggregation!r}")
     if a.reference and not r.needs_reference: faults.append(f"'algorithm.reference' is {a.reference!r}, and nothing compares with it: write algorithm.kl_coef, or leave it out")
+    faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #42a416c0
+# %% ../nbs/26_recipes.ipynb #5d51ae86
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -220,12 +227,19 @@ def _size_faults(r):
         at = r
         for part in path.split('.'): at = getattr(at, part)
         if at < 1: yield f"'{path}' is {at}; write at least 1"
+    above = ('policy.lr', 'pool.watchdog_s', 'sync.timeout_s', 'engine.start_timeout_s', 'engine.request_timeout_s', 'pool.max_barren_groups')
+    for path in above:
+        group, leaf = path.split('.'); at = getattr(getattr(r, group), leaf)
+        if not at > 0: yield f"'{path}' is {at}; write a number above 0"
+    if p.max_staleness < 0: yield f"'pool.max_staleness' is {p.max_staleness}: no group would ever be young enough; write 0 or more"
+    if not 0 < p.max_failure_rate <= 1: yield f"'pool.max_failure_rate' is {p.max_failure_rate}; write a fraction above 0, up to 1"
+    if e.max_restarts < 0: yield f"'engine.max_restarts' is {e.max_restarts}; write 0 or more"
     if lim.max_row_tokens > e.max_model_len: yield f"'limits.max_row_tokens' {lim.max_row_tokens} exceeds 'engine.max_model_len' {e.max_model_len}: the engine would refuse the row; raise the second or lower the first"
     if lim.max_new_tokens >= lim.max_row_tokens: yield f"'limits.max_new_tokens' {lim.max_new_tokens} leaves no room for a prompt in 'limits.max_row_tokens' {lim.max_row_tokens}"
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #fea545eb
+# %% ../nbs/26_recipes.ipynb #320ca690
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -241,9 +255,9 @@ def _choice_faults(r):
     if r.policy.schedule in SCHEDULES:      # every schedule is built once, here
         try: [SCHEDULES[r.policy.schedule](s, r.policy) for s in (0, r.steps*max(1, r.algorithm.updates_per_batch))]
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
-    if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ by some hundredths: measure the probe's mismatch, then write a tolerance and its 'sync.reason'"
+    if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ: run a few steps with sync.bf16_tolerance=10, read the largest sync/mismatch, write twice that and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #24f0e17a
+# %% ../nbs/26_recipes.ipynb #e481f258
 def _outside_faults(r):
     from molt_nb.agents import load_agent
     from molt_nb.models import known_model, known_moe
@@ -257,7 +271,7 @@ def _outside_faults(r):
     known = inspect.signature(agent.tasks).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for k in r.task.options:
-            if k not in known or k in ('n', 'seed'): yield f"'task.options': {r.task.agent} takes no '{k}'; it takes {', '.join(p for p in known if p not in ('n', 'seed')) or 'no options'}"
+            if k not in known or k in ('n', 'seed'): yield f"'task.options': {r.task.agent} takes no '{k}'; it takes {', '.join(p for p in known if p not in ('n', 'seed')) or 'no options'}; where the recipe wrote it, add task.options={{}}"
 
 def recipe_faults(
     r:Recipe
@@ -265,7 +279,7 @@ def recipe_faults(
     "Check what the types cannot: sizes, choices that exclude each other, functions and their options, files."
     return [*_size_faults(r), *_choice_faults(r), *_algorithm_faults(r), *_outside_faults(r)]
 
-# %% ../nbs/26_recipes.ipynb #0ee3375c
+# %% ../nbs/26_recipes.ipynb #3a5960b7
 def project_dir() -> Path:
     "The folder that holds `recipes/`: the working directory, the one above it, or the package's own; else the working directory."
     here = Path.cwd(); own = [Path(__file__).parent.parent] if '__file__' in globals() else []
@@ -277,11 +291,11 @@ def recipe_names() -> list[str]:
 
 def _read(name):
     path = Path(name) if str(name).endswith(('.yaml', '.yml')) else project_dir()/'recipes'/f'{name}.yaml'
-    if not path.is_file(): raise RecipeError([f"there is no recipe '{name}'; write one of {', '.join(recipe_names())}, or the path of a .yaml file"])
+    if not path.is_file(): raise RecipeError([f"there is no recipe '{name}'; write one of {', '.join(recipe_names())}, or the path of a .yaml file; for a checkpoint of your own keep a recipe and write -p overrides model=/path/to/checkpoint"])
     try: return yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as e: raise RecipeError([f'{path.name} is not YAML: {" ".join(str(e).split())}']) from None
 
-# %% ../nbs/26_recipes.ipynb #7daef45e
+# %% ../nbs/26_recipes.ipynb #1aedc990
 def load_recipe(
     name:str,               # a recipe's name, or a path to a YAML file of differences
     overrides=(),           # 'policy.lr=1e-6 steps=3', a list of such, or a mapping; applied last

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['RunError', 'ProcessDied', 'EngineLost', 'within', 'start_ray', 'actor', 'Router', 'EngineGroup']
 
-# %% ../nbs/21_router.ipynb #ac5f102a
+# %% ../nbs/21_router.ipynb #6d7bdc3c
 import asyncio, contextlib, ctypes, logging, math, os, signal, sys, time
 from collections import Counter
 import ray
 from fastcore.basics import patch
 from .engines import EngineError
 
-# %% ../nbs/21_router.ipynb #077015fc
+# %% ../nbs/21_router.ipynb #414a7c8f
 class RunError(RuntimeError): "The run cannot start or go on; the message says which part failed and why."
 class ProcessDied(RunError): "An actor's process is gone."
 class EngineLost(ProcessDied): "An engine's core is gone, or must not be used any more."
@@ -21,16 +21,17 @@ async def within(
     ref,            # a Ray object reference
     seconds:float,  # how long to wait for it
     what:str,       # names it in messages
+    field:str='',   # the recipe's field that sets the limit
 ):
     "The value of a Ray reference. Raises RunError after `seconds`, or when the other side failed."
     try: return await asyncio.wait_for(asyncio.wrap_future(ref.future()), seconds)
     except asyncio.TimeoutError:
-        ray.cancel(ref, force=False); raise RunError(f'{what} took longer than {seconds:g} s') from None
+        ray.cancel(ref, force=False); raise RunError(f'{what} took longer than {seconds:g} s' + (f'; raise {field}' if field else '')) from None
     except ray.exceptions.RayTaskError as e:
         raise (EngineLost if isinstance(e.cause, EngineError) else RunError)(f'{what} failed: {type(e.cause).__name__}: {e.cause}') from e
     except ray.exceptions.RayActorError as e: raise ProcessDied(f'{what}: its process died. {str(e).splitlines()[0]}') from e
 
-# %% ../nbs/21_router.ipynb #621fa1f2
+# %% ../nbs/21_router.ipynb #a3883fe3
 def start_ray(
     num_cpus:int,           # of a local Ray: one for each actor
     address:str=None,       # 'auto' joins the cluster that is there; None starts a local Ray
@@ -47,7 +48,7 @@ def start_ray(
             ray.shutdown()
             if not left: raise RunError(f'Ray cannot start: {e}') from e
 
-# %% ../nbs/21_router.ipynb #5ea3f30e
+# %% ../nbs/21_router.ipynb #b18aafa8
 def actor(
     cls,                # any class
     env:dict=None,      # environment variables of its process
@@ -64,7 +65,7 @@ def actor(
     Actor.__name__ = Actor.__qualname__ = cls.__name__
     return ray.remote(Actor).options(num_cpus=1, num_gpus=gpus, runtime_env=dict(env_vars=env or {}), **options)
 
-# %% ../nbs/21_router.ipynb #b470badf
+# %% ../nbs/21_router.ipynb #bbf53267
 class Router:
     "Which engine serves a session. Sessions keep to their engine while its load is at most `slack` times the mean; else the least loaded takes them."
     def __init__(self, names, slack:float=1.25, remember:int=10_000):
@@ -89,7 +90,7 @@ class Router:
         while len(self.home) > self.remember: del self.home[next(iter(self.home))]
         return home if self.load[home] < room else least
 
-# %% ../nbs/21_router.ipynb #50992730
+# %% ../nbs/21_router.ipynb #9d86b2cb
 class EngineGroup:
     "Engines as one: `await start()`, `async with lease(session)`, `members()`, `lost(name, why)`, `await close()`."
     def __init__(self,
@@ -112,7 +113,7 @@ class EngineGroup:
 
     def note(self, what): self.events.append((time.time(), what))
 
-# %% ../nbs/21_router.ipynb #80509ce2
+# %% ../nbs/21_router.ipynb #16f3f288
 @patch
 async def start(self:EngineGroup) -> dict:
     "Start all, side by side. Returns the first one's seconds by part. Raises RunError."
@@ -145,7 +146,7 @@ async def _replace(self:EngineGroup, name, why, old):
     try: await self.on_new() if self.on_new else None
     except Exception as e: self.fail(e)
 
-# %% ../nbs/21_router.ipynb #05a0bea1
+# %% ../nbs/21_router.ipynb #7b5c52de
 @patch
 async def _until(self:EngineGroup, found, what):
     "Wait until `found()` is true, while engines are being replaced."

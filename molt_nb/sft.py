@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['written_segment', 'supervised_rows', 'train_sft']
 
-# %% ../nbs/27_sft.ipynb #6047c3f1
+# %% ../nbs/27_sft.ipynb #f8be5048
 import random
 from .batches import make_batch
 from .tokens import Renderer, Segment, Trajectory, Turn
 
-# %% ../nbs/27_sft.ipynb #64e0a2b4
+# %% ../nbs/27_sft.ipynb #a11cbf30
 def written_segment(
     messages,           # list of dicts with role and content; every assistant message is learned
     renderer:Renderer,
@@ -36,7 +36,7 @@ def supervised_rows(
     written = [Trajectory([written_segment(c, renderer)], 0., 'ok', {}, f't{i}', f'g{i}', f'r{i}') for i, c in enumerate(conversations)]
     return make_batch(written, pad)[1]
 
-# %% ../nbs/27_sft.ipynb #28e8d92e
+# %% ../nbs/27_sft.ipynb #0834e2ed
 def train_sft(
     policy,                     # a built Policy (or anything with `supervise`), at temperature 1
     rows,                       # Rows, as `supervised_rows` makes them

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Join', 'Update', 'incoming', 'lossy', 'missing', 'repack', 'GlooTransferEngine', 'register']
 
-# %% ../nbs/29_transfer_engine.ipynb #77793bec
+# %% ../nbs/29_transfer_engine.ipynb #6a02be04
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from .weight_sync import BUCKET_BYTES, cut, from_rank0, gloo_group, view
 
-# %% ../nbs/29_transfer_engine.ipynb #1b38cd7a
+# %% ../nbs/29_transfer_engine.ipynb #081f7dd8
 @dataclass
 class Join(WeightTransferInitInfo):
     "Where the transfer group meets, and which rank this engine's first worker has in it."
@@ -31,7 +31,7 @@ class Update(WeightTransferUpdateInfo):
     bucket_bytes: int = BUCKET_BYTES
     repair: bool = True
 
-# %% ../nbs/29_transfer_engine.ipynb #990d2cf6
+# %% ../nbs/29_transfer_engine.ipynb #5b7b20a5
 def incoming(group, plan):
     "Named tensors as they arrive. `group`: the transfer group; `plan`: buckets from `cut`. The next bucket is received while this one is loaded."
     def fetch(bucket):
@@ -45,13 +45,13 @@ def incoming(group, plan):
             if i + 1 < len(plan): ahead = pool.submit(fetch, plan[i+1])
             for name, *where in bucket: yield name, view(flat, *where)
 
-# %% ../nbs/29_transfer_engine.ipynb #40334582
+# %% ../nbs/29_transfer_engine.ipynb #7866e71c
 def lossy(dtypes, own):
     "Those of the sent dtypes that cannot hold every value of the engine's `own` dtype."
     sent = [getattr(torch, d) for d in set(dtypes)]
     return sorted(str(d) for d in sent if d.is_floating_point and torch.promote_types(d, own) != d)
 
-# %% ../nbs/29_transfer_engine.ipynb #46894276
+# %% ../nbs/29_transfer_engine.ipynb #cbbdba03
 def missing(model, storage, loaded):
     "What a sync did not (wholly) bring. `storage`: name -> address of each parameter before it; `loaded`: names from `load_weights`, or None."
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -66,7 +66,7 @@ def missing(model, storage, loaded):
             gone.append(f'{name} ({info.load_numel} of {info.load_numel_total} elements came)')
     return gone
 
-# %% ../nbs/29_transfer_engine.ipynb #6c4fa2d4
+# %% ../nbs/29_transfer_engine.ipynb #aee3539e
 def repack(model):
     "Make vLLM's packed CPU copies again, after a reload: the (tied) head's and the experts'."
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -75,7 +75,7 @@ def repack(model):
         kernel = getattr(getattr(m, 'quant_method', None), 'moe_kernel', None)
         if kernel is not None: kernel.fused_experts.process_weights_after_loading(m)
 
-# %% ../nbs/29_transfer_engine.ipynb #2537ea68
+# %% ../nbs/29_transfer_engine.ipynb #482fc132
 class GlooTransferEngine(WeightTransferEngine[Join, Update]):
     "Receives buckets by gloo broadcast from transfer rank 0. vLLM's worker calls init once, then for each sync start, update, finish."
     init_info_cls, update_info_cls, group = Join, Update, None
@@ -110,7 +110,7 @@ class GlooTransferEngine(WeightTransferEngine[Join, Update]):
 
     def shutdown(self): self.group = None                   # closes the sockets: a sender that waits fails at once
 
-# %% ../nbs/29_transfer_engine.ipynb #43792b0f
+# %% ../nbs/29_transfer_engine.ipynb #97205355
 def _seeds_survive_chunks():
     "Give vLLM's model runner a way to undo a discarded draw of a CPU generator."
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
@@ -128,7 +128,7 @@ def _seeds_survive_chunks():
         finally: self.input_batch.generators = generators
     Runner._sample, Runner._bookkeeping_sync = _sample, _bookkeeping_sync
 
-# %% ../nbs/29_transfer_engine.ipynb #6625adef
+# %% ../nbs/29_transfer_engine.ipynb #77d9b050
 def register():
     "The plug-in: called once in every vLLM process. Does nothing where there is a GPU."
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
