@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #54b02166
+# %% ../nbs/20_async_loop.ipynb #36877164
 import ast, asyncio, atexit, difflib, json, os, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,18 +16,18 @@ from . import estimators
 from .agents import load_agent, make_tasks, run_episode
 from .batches import make_batch
 from .engines import Engine, EngineError, engine_env
-from .metrics import LogWriter
+from .metrics import LogWriter, known_metrics
 from .models import model_dir
-from .policy import Policy, policy_env
+from .policy import Policy, PolicyError, policy_env
 from .pool import Pool
 from .recipes import Recipe, RecipeError, load_recipe, make_objective, project_dir
 from .tokens import Renderer, Trajectory, load_tokenizer
-from .router import EngineGroup, EngineLost, ProcessDied, RunError, actor, start_ray, within
+from .router import DEAD, EngineGroup, EngineLost, ProcessDied, RunError, actor, start_ray, within
 from .weight_sync import SyncError, WeightSync, free_address
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #7957eff3
+# %% ../nbs/20_async_loop.ipynb #61a2d8fa
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -38,10 +38,10 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #05e0c5ad
+# %% ../nbs/20_async_loop.ipynb #6290f8fd
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
-# %% ../nbs/20_async_loop.ipynb #8d6c76b5
+# %% ../nbs/20_async_loop.ipynb #b4523cea
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -50,7 +50,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #902c158b
+# %% ../nbs/20_async_loop.ipynb #f1e23e07
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits):
@@ -66,7 +66,7 @@ class Runner:
         async def generate(ids, max_tokens, seed):
             nonlocal lost
             try: return await engine.generate.remote(ids, max_tokens=max_tokens, seed=seed)
-            except (EngineError, ray.exceptions.RayActorError) as e: lost = e; raise
+            except (EngineError, *DEAD) as e: lost = e; raise
         t = await run_episode(self.agent, task, generate, self.renderer, self.limits, seed=seed, group_id=str(group), rollout_id=f'{group}/{sample}')
         if lost: raise EngineError(str(lost).strip().splitlines()[-1])
         return t
@@ -76,15 +76,15 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #cc2a3177
+# %% ../nbs/20_async_loop.ipynb #5e2c4998
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
-    def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int):
+    def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int, names=()):
         "One batch. Returns the metrics and the old log-probs [rows, length]."
-        metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version)
+        metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version, names=names)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #610dfd7c
+# %% ../nbs/20_async_loop.ipynb #fa3b852f
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -94,6 +94,7 @@ class AsyncLoop:
         self.recipe, self.agent = recipe, agent
         self.version, self.optimizer_step, self.history, self.timeline, self.startup = 0, 0, [], [], {}
         self.policies, self.references, self.runners, self.reruns, self.restarts = [], [], [], 0, 0
+        self._weights, self.sync, self.broken = asyncio.Lock(), None, None
         self.engines = self.pool = self.log = self._thread = self._loop = self._stepping = None
         self._own_ray = self._closed = False
 
@@ -102,7 +103,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #68c1dd13
+# %% ../nbs/20_async_loop.ipynb #98ac306d
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -126,7 +127,7 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks (at most recipe.show_rollouts), with prompt and reward. They are not trained on, unless the data set has no others."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #5b0c3686
+# %% ../nbs/20_async_loop.ipynb #9519d761
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
@@ -144,7 +145,7 @@ async def _start(self:AsyncLoop):
     t = time.perf_counter(); await self._first_publication(); self.startup['first sync'] = time.perf_counter()-t
     self._open_log(); return {k: round(v, 1) for k, v in self.startup.items()}
 
-# %% ../nbs/20_async_loop.ipynb #3a052e37
+# %% ../nbs/20_async_loop.ipynb #8465f9cf
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, int(self.recipe.device == 'cuda')
@@ -180,19 +181,18 @@ async def _start_policy(self:AsyncLoop):
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #c77c726c
+# %% ../nbs/20_async_loop.ipynb #13d0feb1
 @patch
 async def _first_publication(self:AsyncLoop):
-    self.sync, self._weights = WeightSync(self.policies, self.recipe.sync.timeout_s), asyncio.Lock()
     self.tokenizer = tok = await self.tokenizer; r = self.recipe
     agent = self.agent or load_agent(r.task.agent)
     self.tasks = make_tasks(agent, r.task.n_tasks, r.seed, **r.task.options)
     self.held_out = make_tasks(agent, r.show_rollouts, r.seed+10**6, **r.task.options); held = set(map(_content, self.held_out))
     self.tasks = [t for t in self.tasks if _content(t) not in held] or self.tasks         # what is shown before and after is not trained on
     self.probe = Renderer(tok).prompt([dict(role='user', content='What is 1 + 2? Reply with just the number.')])
-    await self._publish(0)
+    async with self._weights: self.sync = WeightSync(self.policies, r.sync.timeout_s); await self._publish(0)
 
-# %% ../nbs/20_async_loop.ipynb #85878c6a
+# %% ../nbs/20_async_loop.ipynb #d38f502a
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe. An engine that fails is replaced, and the others are served."
@@ -203,12 +203,12 @@ async def _publish(self:AsyncLoop, version):
             if members != self.sync.engines or not self.sync.manifest: await self.sync.connect(members)      # a new epoch
             parts = await self.sync.publish(version, in_flight=r.sync.in_flight)
         except SyncError as e:
-            if not e.failed: raise RunError(f'the sync of version {version} failed: {e}') from e
-            for name, why in e.failed.items(): self.engines.lost(name, why, members[name])
+            if not e.failed or any(isinstance(x, DEAD) or isinstance(getattr(x, 'cause', None), (ValueError, PolicyError)) for x in e.policy): raise RunError(f'the sync of version {version} failed: {e}') from e
+            for name, why in e.failed.items(): self.engines.lost(name, f'{why} ({e})', members[name])
             continue
         self.version = version; self._mark('sync', t, f'version {version}')
         found = await asyncio.gather(*(self._probe(n, h, version) for n, h in members.items()))
-        worst = {n: gap for n, gap in zip(members, found) if gap is not None}
+        worst = {n: gap for n, gap in zip(members, found) if gap is not None and self.engines.handles.get(n) is members[n]}      # not one that died since
     for n in worst: self.engines.router.mark(n, 'up')
     return {'sync/mismatch': max(worst.values()), 'sync/engines': float(len(worst)), 'sync/seconds': time.perf_counter()-t, 'sync/pause_seconds': parts['total']}
 
@@ -225,7 +225,7 @@ async def _probe(self:AsyncLoop, name, engine, version):
 async def _rejoin(self:AsyncLoop):
     "A replaced engine runs. The next publication takes it in; if no other engine serves, that is now. The lock keeps it apart from an update of the weights."
     async with self._weights:
-        if not self.engines.router.names('up'): await self._publish(self.version)
+        if self.sync and not self.broken and not self.engines.router.names('up'): await self._publish(self.version)
 
 def _compare(names, engine, trainer, versions, version, tolerance):
     "The largest difference in nats; raises MismatchError with a table of all tokens."
@@ -235,18 +235,20 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (sync.probe_tolerance, or sync.bf16_tolerance where one side computes in bfloat16). Look at the first token that is off: all of them, and it is the weights or the temperature; single ones, and it is precision\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #e1509783
+# %% ../nbs/20_async_loop.ipynb #800663f1
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
-    for left in reversed(range(1 + self.recipe.engine.max_restarts)):
-        runner = self.runners[(group + sample + left) % len(self.runners)]
+    deaths = 0
+    while True:
+        runner = self.runners[(group + sample + deaths) % len(self.runners)]
         async with self.engines.lease(group) as (name, engine):
             try: return await within(runner.rollout.remote(task, group, sample, seed, engine), self.recipe.limits.episode_timeout_s + 60, f'rollout {group}/{sample}', 'limits.episode_timeout_s')
-            except ProcessDied as e:       # of the engine, or of the runner
-                if isinstance(e, EngineLost): self.engines.lost(name, str(e), engine)
-                if not left: raise
-                self.reruns += 1
-                if not isinstance(e, EngineLost): await self._runner_back(runner)
+            except EngineLost as e: self.engines.lost(name, str(e), engine)      # which counts, and ends the run when it is too often
+            except ProcessDied:
+                deaths += 1
+                if deaths > self.recipe.engine.max_restarts: raise
+        self.reruns += 1
+        if deaths: await self._runner_back(runner)
 
 @patch
 async def _runner_back(self:AsyncLoop, runner, seconds=180):
@@ -273,21 +275,25 @@ def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #4480426b
+# %% ../nbs/20_async_loop.ipynb #fd17f7b2
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
+    if self.broken: raise RunError(f'an earlier step failed after the policy had begun to change, so its weights have no version: close this run. It failed with: {self.broken}')
     self.pool.grant()
     groups = await self.pool.next_batch(r.pool.groups_per_batch, self.version); t1 = time.perf_counter()
     trajectories = [t for g in groups for t in g.trajectories]
     rollouts, rows, report = make_batch(trajectories, self.tokenizer.pad_token_id or 0, group_size=r.pool.samples_per_group)
     rollouts, rows, shaped = estimators.shape_rewards(r.shaping, rollouts, rows, r.limits.max_row_tokens)
+    report['batch/trainable_tokens'] = int(rows.mask.sum())
     await self._reference_logprobs(rows)
     advantages, stats = self._advantages(rollouts, rows)
     age = self.version - torch.where(rows.mask, rows.versions, self.version)
     async with self._weights:
-        trained = await self._train(rollouts, rows, advantages); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
-        synced = await self._publish(self.version+1); t3 = self._tick = time.perf_counter()
+        try:
+            trained = await self._train(rollouts, rows, advantages); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
+            synced = await self._publish(self.version+1); t3 = self._tick = time.perf_counter()
+        except BaseException as e: self.broken = e; raise
     times = {'time/wait_for_rollouts': t1-t0, 'time/sync': t3-t2, 'time/step': t3-t0, 'time/between_steps': idle}
     metrics = {**report, **shaped, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **_age_stats(age, rows), **self._pool_stats(t3-t0+idle), 'version': self.version-1}
     self.history.append(metrics)
@@ -307,18 +313,18 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #5cc6d83e
+# %% ../nbs/20_async_loop.ipynb #91069067
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
 
 @patch
 async def _train(self:AsyncLoop, rollouts, rows, advantages):
-    r = self.recipe; batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective = self._objective()
-    out = await self._all('policy', [p.step.remote(*batch, objective, r.algorithm.updates_per_batch, self.version) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
+    r = self.recipe; batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective, names = self._objective(), list(known_metrics())
+    out = await self._all('policy', [p.step.remote(*batch, objective, r.algorithm.updates_per_batch, self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
     metrics, rows.old_logprobs = out[0]; return metrics
 
-# %% ../nbs/20_async_loop.ipynb #57ae2ea4
+# %% ../nbs/20_async_loop.ipynb #5e279ef1
 def _reward_stats(rollouts): return {'reward/mean': float(rollouts.reward.mean()), 'reward/std': float(rollouts.reward.std(unbiased=False))}
 
 def _turn_stats(trajectories):
@@ -336,7 +342,7 @@ def _pool_stats(self:AsyncLoop, seconds):
     return {'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), **counted,
             'rollouts/filtered_groups': float(tally['groups/filtered']), 'engine/restarts': float(new), 'rollouts/rerun': float(reruns), 'memory/driver_mb': psutil.Process().memory_info().rss/2**20}
 
-# %% ../nbs/20_async_loop.ipynb #a776c59e
+# %% ../nbs/20_async_loop.ipynb #f51c2781
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -377,7 +383,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #5907ce92
+# %% ../nbs/20_async_loop.ipynb #9441bdc3
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run

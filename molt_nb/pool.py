@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['task_order', 'rollout_seed', 'Group', 'PoolError', 'Pool']
 
-# %% ../nbs/24_pool.ipynb #a897e230
+# %% ../nbs/24_pool.ipynb #7b5bb7ca
 import asyncio, hashlib, random, time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .tokens import Trajectory
 
 __all__ = ['Group', 'PoolError', 'Pool', 'task_order', 'rollout_seed']
 
-# %% ../nbs/24_pool.ipynb #8e814217
+# %% ../nbs/24_pool.ipynb #d7b8990b
 def task_order(
     n:int,    # tasks in the data set
     seed:int, # the run's
@@ -26,7 +26,7 @@ def task_order(
         yield from order
         epoch += 1
 
-# %% ../nbs/24_pool.ipynb #fedcc54d
+# %% ../nbs/24_pool.ipynb #28bf8794
 def rollout_seed(
     run:int,    # the run's seed
     group:int,  # serial number of the group, counted over the run
@@ -35,7 +35,7 @@ def rollout_seed(
     "The sampling seed of one rollout."
     return int.from_bytes(hashlib.blake2b(f'{run}/{group}/{sample}'.encode(), digest_size=4).digest(), 'big') >> 1
 
-# %% ../nbs/24_pool.ipynb #319c7fc7
+# %% ../nbs/24_pool.ipynb #1cf4bee8
 @dataclass
 class Group:
     "The rollouts of one task."
@@ -61,7 +61,7 @@ class Group:
         else: self.state = 'ready'
         return bad
 
-# %% ../nbs/24_pool.ipynb #39172ddc
+# %% ../nbs/24_pool.ipynb #3dd63e35
 class PoolError(RuntimeError): "Generation cannot go on; the message says why and shows the commonest failure."
 
 class Pool:
@@ -80,7 +80,7 @@ class Pool:
         self.changed, self.error, self.progress, self.barren = asyncio.Event(), None, time.perf_counter(), 0      # barren: groups in a row without one to train
         self.tally = Counter()                                          # since the last batch: rollouts, tokens, failures
 
-# %% ../nbs/24_pool.ipynb #674e67ed
+# %% ../nbs/24_pool.ipynb #66b3731a
 @patch
 def _may_start(self:Pool):
     c, ahead = self.config, len(self.flying)+len(self.ready)
@@ -103,7 +103,7 @@ def grant(self:Pool):
     self.credit = self.config.groups_per_batch - len(self.ready) - len(self.flying)
     self.fill()
 
-# %% ../nbs/24_pool.ipynb #bb1db504
+# %% ../nbs/24_pool.ipynb #dc1e980b
 @patch
 async def _group(self:Pool, group):
     try:
@@ -126,7 +126,7 @@ async def _one(self:Pool, group, k):
     else: self.tally['scored'] += 1; self.tally['reward'] += t.reward
     self._judge(); return t
 
-# %% ../nbs/24_pool.ipynb #724b3b7b
+# %% ../nbs/24_pool.ipynb #04e4c7ba
 @patch
 def _fruitless(self:Pool, group):
     self.barren += 1
@@ -141,7 +141,7 @@ def _judge(self:Pool):
         self.error = self.error or PoolError(f'{failed} of the last {len(self.recent)} rollouts failed. The commonest reason ({n} times): {reason}')
         self.changed.set()
 
-# %% ../nbs/24_pool.ipynb #1b092339
+# %% ../nbs/24_pool.ipynb #312d4fa4
 @patch
 async def next_batch(
     self:Pool,
@@ -169,7 +169,7 @@ def _requeue(self:Pool, group):
     self.counts['requeued'] += 1; self.tally['groups/requeued'] += 1; self.credit += 1
     self.again.append((group.task, group.attempt+1)); self.fill()
 
-# %% ../nbs/24_pool.ipynb #bc05c9b1
+# %% ../nbs/24_pool.ipynb #6f3a7892
 @patch
 def ledger(self:Pool) -> dict:
     "Groups by state. `started` equals the sum of all others, always."
@@ -186,5 +186,7 @@ def take_tally(self:Pool) -> Counter:
 async def close(self:Pool):
     "Cancel what is in flight and wait until it is gone."
     self.error = self.error or PoolError('the pool is closed'); flying = list(self.flying.values())
-    for f in flying: f.cancel()
+    while left := [f for f in flying if not f.done()]:       # a cancel that meets a finished wait may be swallowed: ask again
+        for f in left: f.cancel()
+        await asyncio.wait(left, timeout=1)
     await asyncio.gather(*flying, return_exceptions=True); self.changed.set()

@@ -6,8 +6,8 @@
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
            'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
-# %% ../nbs/26_recipes.ipynb #afd08eb8
-import dataclasses, difflib, inspect, types, typing
+# %% ../nbs/26_recipes.ipynb #b5fa43b3
+import dataclasses, difflib, inspect, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
@@ -19,7 +19,7 @@ from .policy import PolicyConfig
 
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'load_recipe', 'recipe_faults', 'recipe_names', 'project_dir', 'make_objective']
 
-# %% ../nbs/26_recipes.ipynb #3c70a0c8
+# %% ../nbs/26_recipes.ipynb #5110f66c
 @dataclass
 class TaskConfig:
     "Which agent is trained, on which tasks."
@@ -43,7 +43,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     updates_per_batch: int = 1                  # optimizer steps a batch
 
-# %% ../nbs/26_recipes.ipynb #4860f15e
+# %% ../nbs/26_recipes.ipynb #b0d332ac
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -68,7 +68,7 @@ class SyncConfig:
     reason: str = 'fp32 on both sides agrees to 1e-5 or better on CPU; 1e-4 leaves room for another order of summation'
     timeout_s: float = 120.0
 
-# %% ../nbs/26_recipes.ipynb #94a16318
+# %% ../nbs/26_recipes.ipynb #1e4c511a
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
@@ -92,7 +92,7 @@ class Recipe:
     pool: PoolConfig = field(default_factory=PoolConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-# %% ../nbs/26_recipes.ipynb #bd3a6ba8
+# %% ../nbs/26_recipes.ipynb #0cdfa552
 def _fast_bf16(device:str) -> bool:
     import torch
     return device == 'cuda' or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -117,7 +117,7 @@ def tolerance(self:Recipe) -> float:
     "What the probe may differ by, in nats, at the precision of this run."
     return self.sync.bf16_tolerance if self.bf16 else self.sync.probe_tolerance
 
-# %% ../nbs/26_recipes.ipynb #5339fd78
+# %% ../nbs/26_recipes.ipynb #6973b9fd
 def _coerce(value, want):
     "`value` as type `want`; raises ValueError that says what to write."
     if isinstance(want, types.UnionType):
@@ -145,7 +145,7 @@ def _number(value, want):
 
 def _kind(t): return {int: 'a whole number', float: 'a number', str: 'a text', dict: 'a mapping {key: value}'}.get(t, t.__name__)
 
-# %% ../nbs/26_recipes.ipynb #f820ca30
+# %% ../nbs/26_recipes.ipynb #2bf96fd9
 class RecipeError(ValueError):
     "All faults of a recipe, one a line. `faults` is the list."
     def __init__(self, faults): self.faults = list(faults); super().__init__('the recipe has %d fault%s:\n  - ' % (len(self.faults), 's'*(len(self.faults) != 1)) + '\n  - '.join(self.faults))
@@ -162,7 +162,7 @@ def _nearest(key, cls=Recipe):
     names = difflib.get_close_matches(leaf, [p.rsplit('.', 1)[-1] for p in known], 3, .6)
     return list(dict.fromkeys(near + [p for n in names for p in known if p.rsplit('.', 1)[-1] == n]))[:3]
 
-# %% ../nbs/26_recipes.ipynb #55e0bc83
+# %% ../nbs/26_recipes.ipynb #b7d75504
 def _apply(tree, changes, faults, where, prefix=''):
     "Set the nested mapping `changes` in the dataclass `tree`; add what is wrong to `faults`."
     types_ = typing.get_type_hints(type(tree))
@@ -177,16 +177,20 @@ def _apply(tree, changes, faults, where, prefix=''):
             try: setattr(tree, key, _coerce({**getattr(tree, key), **value} if isinstance(value, _Inside) and isinstance(getattr(tree, key), dict) else value, types_[key]))
             except ValueError as e: faults.append(f"{where}: '{path}': {e}")
 
-# %% ../nbs/26_recipes.ipynb #47e7bd83
+# %% ../nbs/26_recipes.ipynb #2a1b9728
+def _value(key, text, faults):
+    try: return yaml.safe_load(text)
+    except yaml.YAMLError: faults.append(f"override: '{key}' has the value {text!r}, which is not YAML: close its brackets and quotes")
+
 class _Inside(dict): "What dotted keys reach into: merged with what is there, where a mapping written whole replaces it."
 
 def _nested(overrides, faults):
     "Overrides ('a.b=1 c=2', a list of 'a.b=1', or a mapping) as one nested mapping."
-    if isinstance(overrides, str): overrides = overrides.replace(';', ' ').split()
+    if isinstance(overrides, str): overrides = re.findall(r'''(?:\{[^}]*\}|\[[^\]]*\]|"[^"]*"|'[^']*'|[^\s;])+''', overrides)     # blanks inside brackets and quotes separate nothing
     if not isinstance(overrides, dict):
         bad = [o for o in overrides or () if '=' not in str(o)]
         faults += [f"override {o!r}: write key=value, such as policy.lr=1e-6, without blanks" for o in bad]
-        overrides = {k: yaml.safe_load(v) for k, v in (o.split('=', 1) for o in overrides or () if '=' in str(o))}
+        overrides = {k: _value(k, v, faults) for k, v in (o.split('=', 1) for o in overrides or () if '=' in str(o))}
     out = {}
     for key, value in overrides.items():
         *groups, leaf = key.split('.'); at = out
@@ -194,7 +198,7 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #4114e21f
+# %% ../nbs/26_recipes.ipynb #a2503da3
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
@@ -218,7 +222,7 @@ def _algorithm_faults(r):
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #5d51ae86
+# %% ../nbs/26_recipes.ipynb #545884eb
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -233,13 +237,14 @@ def _size_faults(r):
         if not at > 0: yield f"'{path}' is {at}; write a number above 0"
     if p.max_staleness < 0: yield f"'pool.max_staleness' is {p.max_staleness}: no group would ever be young enough; write 0 or more"
     if not 0 < p.max_failure_rate <= 1: yield f"'pool.max_failure_rate' is {p.max_failure_rate}; write a fraction above 0, up to 1"
+    if e.request_timeout_s >= lim.episode_timeout_s: yield f"'engine.request_timeout_s' {e.request_timeout_s:g} is not below 'limits.episode_timeout_s' {lim.episode_timeout_s:g}: an engine that hangs would end episodes as errors instead of being replaced; lower the first or raise the second"
     if e.max_restarts < 0: yield f"'engine.max_restarts' is {e.max_restarts}; write 0 or more"
     if lim.max_row_tokens > e.max_model_len: yield f"'limits.max_row_tokens' {lim.max_row_tokens} exceeds 'engine.max_model_len' {e.max_model_len}: the engine would refuse the row; raise the second or lower the first"
     if lim.max_new_tokens >= lim.max_row_tokens: yield f"'limits.max_new_tokens' {lim.max_new_tokens} leaves no room for a prompt in 'limits.max_row_tokens' {lim.max_row_tokens}"
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #320ca690
+# %% ../nbs/26_recipes.ipynb #0795647c
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -257,15 +262,16 @@ def _choice_faults(r):
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
     if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ: run a few steps with sync.bf16_tolerance=10, read the largest sync/mismatch, write twice that and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #e481f258
+# %% ../nbs/26_recipes.ipynb #3f34ec88
 def _outside_faults(r):
     from molt_nb.agents import load_agent
-    from molt_nb.models import known_model, known_moe
+    from molt_nb.models import known_experts, known_model
     from molt_nb.policy import layout_faults
     for field, model in (('model', r.model), ('algorithm.reference', r.algorithm.reference or r.model)):
         try: known_model(model)
         except Exception as e: yield f"'{field}': {e}"; break
-    else: yield from (f"'policy': {f}" for f in layout_faults(r.policy, r.policy.ranks, known_moe(r.model)))
+    else:
+        for model in dict.fromkeys((r.model, r.algorithm.reference or r.model)): yield from (f"'policy' ({model}): {f}" for f in layout_faults(r.policy, r.policy.ranks, known_experts(model)))
     try: agent = load_agent(r.task.agent)
     except Exception as e: yield f"'task.agent': {e}"; return
     known = inspect.signature(agent.tasks).parameters
@@ -279,7 +285,7 @@ def recipe_faults(
     "Check what the types cannot: sizes, choices that exclude each other, functions and their options, files."
     return [*_size_faults(r), *_choice_faults(r), *_algorithm_faults(r), *_outside_faults(r)]
 
-# %% ../nbs/26_recipes.ipynb #3a5960b7
+# %% ../nbs/26_recipes.ipynb #ea0b3f75
 def project_dir() -> Path:
     "The folder that holds `recipes/`: the working directory, the one above it, or the package's own; else the working directory."
     here = Path.cwd(); own = [Path(__file__).parent.parent] if '__file__' in globals() else []
@@ -295,7 +301,7 @@ def _read(name):
     try: return yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as e: raise RecipeError([f'{path.name} is not YAML: {" ".join(str(e).split())}']) from None
 
-# %% ../nbs/26_recipes.ipynb #1aedc990
+# %% ../nbs/26_recipes.ipynb #01007023
 def load_recipe(
     name:str,               # a recipe's name, or a path to a YAML file of differences
     overrides=(),           # 'policy.lr=1e-6 steps=3', a list of such, or a mapping; applied last

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['TASKS', 'last_int', 'Arithmetic', 'GuessNumber', 'ReasoningGym']
 
-# %% ../nbs/04_tasks.ipynb #4c186e26
-import functools, json, random, re
+# %% ../nbs/04_tasks.ipynb #fe943d19
+import functools, importlib, json, random, re
 from .agents import Env
 
-# %% ../nbs/04_tasks.ipynb #d290db48
+# %% ../nbs/04_tasks.ipynb #906bd32d
 def last_int(text):
     "The last integer in `text`, or None. Commas between thousands are read; decimals such as 12.5 are no integers."
     found = re.findall(r'(?<![\w.])([-−]?(?:\d{1,3}(?:,\d{3})+|\d+))(\.\d+)?(?!\w)', text)
     whole = [number.replace('−', '-').replace(',', '') for number, decimals in found if not decimals]
     return int(whole[-1]) if whole and len(whole[-1]) < 1000 else None
 
-# %% ../nbs/04_tasks.ipynb #0dc1ce0c
+# %% ../nbs/04_tasks.ipynb #56cca109
 class Arithmetic(Env):
     "One turn: add two numbers. Reward 1 if the last integer of the answer is the sum, else 0."
     @classmethod
@@ -42,7 +42,7 @@ class Arithmetic(Env):
         got = last_int(action)
         return '', float(got == self.answer), True, False, dict(answer=self.answer, got=got)
 
-# %% ../nbs/04_tasks.ipynb #f1a47208
+# %% ../nbs/04_tasks.ipynb #c248dae4
 class GuessNumber(Env):
     "Several turns: guess a number from higher/lower. Reward 1 for the hit; how many turns there are is set by `Limits.max_turns`."
     @classmethod
@@ -65,7 +65,7 @@ class GuessNumber(Env):
         if guess == self.secret: return 'Right.', 1.0, True, False, told
         return ('Higher.' if guess < self.secret else 'Lower.'), 0.0, False, False, told
 
-# %% ../nbs/04_tasks.ipynb #57c59aee
+# %% ../nbs/04_tasks.ipynb #bdddc54d
 @functools.lru_cache(32)
 def _dataset(name, config):
     "A reasoning-gym data set, made once; `config` is JSON so that it can be a key."
@@ -99,4 +99,14 @@ class ReasoningGym(Env):
             score, info['malformed'] = 0.0, f'{type(e).__name__}: {e}'
         return '', float(score), True, False, info
 
-TASKS = dict(arithmetic=Arithmetic, guess=GuessNumber, reasoning_gym=ReasoningGym)
+# %% ../nbs/04_tasks.ipynb #a9f60ac7
+class _Names(dict):
+    "name → Env class; a value 'module:Class' is imported when it is asked for."
+    def __getitem__(self, name):
+        value = super().__getitem__(name)
+        if not isinstance(value, str): return value
+        module, cls = value.split(':')
+        return getattr(importlib.import_module(module), cls)
+
+TASKS = _Names(arithmetic=Arithmetic, guess=GuessNumber, reasoning_gym=ReasoningGym,
+               dataset='molt_nb.adapters:DataSet', calculator='molt_nb.tools:Calculator', python='molt_nb.tools:PythonTool')

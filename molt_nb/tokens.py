@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['FINISH_REASONS', 'OUTCOMES', 'SCENARIOS', 'Turn', 'Span', 'Segment', 'Trajectory', 'save_trajectories',
-           'load_trajectories', 'show', 'RenderError', 'PrefixBroken', 'Renderer', 'TemplateReport', 'check_template']
+           'load_trajectories', 'show', 'RenderError', 'PrefixBroken', 'Renderer', 'TemplateReport', 'check_template',
+           'load_tokenizer']
 
-# %% ../nbs/00_tokens.ipynb #5543d5c5
-import difflib, functools, html, itertools, json, os, re
+# %% ../nbs/00_tokens.ipynb #5747be20
+import difflib, html, itertools, json, os, re
 from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
 
-# %% ../nbs/00_tokens.ipynb #076a3a0c
+# %% ../nbs/00_tokens.ipynb #46dae04e
 FINISH_REASONS = ('stop', 'length', 'abort')
 
 def _ints(values, name, low=0):
@@ -25,7 +26,7 @@ def _ints(values, name, low=0):
     if row.min() < low: raise ValueError(f'{name} must be >= {low}, got {row.min()} at position {row.argmin()}')
     return row.astype(np.int64)
 
-# %% ../nbs/00_tokens.ipynb #410948f4
+# %% ../nbs/00_tokens.ipynb #d59561ee
 @dataclass
 class Turn:
     "What one generation returned: T sampled ids, the stop token included. Raises ValueError where the parts do not fit."
@@ -52,7 +53,7 @@ class Turn:
         if bad.any(): raise ValueError(f'logprobs must be finite and <= 0, got {logprobs[bad][0]} at position {bad.argmax()}')
         return ids, np.minimum(logprobs, 0), versions
 
-# %% ../nbs/00_tokens.ipynb #b965c72e
+# %% ../nbs/00_tokens.ipynb #699a7757
 @dataclass(frozen=True)
 class Span:
     "One piece of a segment: positions start <= t < stop."
@@ -62,7 +63,7 @@ class Span:
     finish_reason: str | None = None # of an action: 'stop', 'length' or 'abort'
     cached: int = 0                  # of an action: prompt tokens that came from the prefix cache
 
-# %% ../nbs/00_tokens.ipynb #9ff4b654
+# %% ../nbs/00_tokens.ipynb #87f06633
 class Segment:
     "One append-only row of T ids, exactly as the engine saw and sampled them. ValueError for what does not fit."
     routes = None   # the engine's expert choices; chapter 14 fills them
@@ -96,7 +97,7 @@ class Segment:
     def __len__(self): return self._length
     def _joined(self, column): return np.concatenate([chunk[column] for chunk in self._chunks])
 
-# %% ../nbs/00_tokens.ipynb #45644e92
+# %% ../nbs/00_tokens.ipynb #bba2c75a
 @patch(as_prop=True)
 def tokens(self: Segment) -> np.ndarray:
     "int64 [T]: the exact ids."
@@ -126,7 +127,7 @@ def spans(self: Segment) -> list[Span]:
 def __eq__(self: Segment, other):
     return isinstance(other, Segment) and self._spans == other._spans and all(np.array_equal(self._joined(c), other._joined(c)) for c in range(3))
 
-# %% ../nbs/00_tokens.ipynb #ffc8f70c
+# %% ../nbs/00_tokens.ipynb #5f7f5f17
 OUTCOMES = ('ok', 'truncated', 'invalid', 'error')
 
 @dataclass
@@ -159,7 +160,7 @@ class Trajectory:
         "The oldest policy version that sampled a token of it; -1 when nothing was sampled."
         return min((int(seg.versions[seg.action_mask].min()) for seg in self.segments if seg.action_mask.any()), default=-1)
 
-# %% ../nbs/00_tokens.ipynb #cdc48bf9
+# %% ../nbs/00_tokens.ipynb #5800ba85
 _OF_ROLLOUT = ('reward', 'outcome', 'task_id', 'group_id', 'rollout_id', 'reason')
 
 def save_trajectories(
@@ -179,7 +180,7 @@ def save_trajectories(
     pq.write_table(pa.table(columns), aside := f'{path}.{os.getpid()}.tmp')
     os.replace(aside, path)
 
-# %% ../nbs/00_tokens.ipynb #04ef5b4f
+# %% ../nbs/00_tokens.ipynb #113fdd7d
 def _rebuild(tokens, logprobs, versions, spans):
     "A Segment from its stored arrays, checked again on the way."
     segment = None
@@ -204,7 +205,7 @@ def load_trajectories(path):  # path: what `save_trajectories` wrote
         else: trajs[-1].segments.append(segment)
     return trajs
 
-# %% ../nbs/00_tokens.ipynb #2255e9fd
+# %% ../nbs/00_tokens.ipynb #2d6dc10b
 _COLOURS = {'prompt': '#e8e8e8', 'observation': '#cfe3ff', 'action': '#c9efc9'}
 
 class _View:
@@ -226,7 +227,7 @@ def show(
     hint = lambda t, s: f'{t}: id {ids[t]}' + (f', log-prob {logprobs[t]:.3f}, version {versions[t]}' if s.kind == 'action' else '')
     return _View([(s, [(tokenizer.decode([ids[t]]), hint(t, s)) for t in range(s.start, s.stop)]) for s in segment.spans])
 
-# %% ../nbs/00_tokens.ipynb #78a4cd5a
+# %% ../nbs/00_tokens.ipynb #43ed65be
 class RenderError(ValueError):
     "The chat template cannot render these messages."
 
@@ -260,7 +261,7 @@ class Renderer:
         self._guards['other'] = _any_of(special | {t.content for t in added.values() if t.content.strip() and t.content in markup})
         self._closing = {i for i, t in added.items() if t.content in special or t.content in markup.split(_SENTINEL)[2]}
 
-# %% ../nbs/00_tokens.ipynb #7189c663
+# %% ../nbs/00_tokens.ipynb #e1719345
 @patch
 def _guard(self: Renderer, value, literals, pattern):
     "`value` with each guarded literal in its strings replaced by a mark; the literals are collected in order."
@@ -287,7 +288,7 @@ def _text(self: Renderer, messages, generate):
     text, literals = self._render(messages, generate)
     return re.sub('\ue000(\\d+)\ue001', lambda m: literals[int(m[1])], text)
 
-# %% ../nbs/00_tokens.ipynb #aee26be7
+# %% ../nbs/00_tokens.ipynb #d641fae2
 @patch
 def _encode(self: Renderer, text, literals):
     "Ids of a rendered text; the literals behind its marks become ordinary tokens."
@@ -327,7 +328,7 @@ def prompt(self: Renderer, messages: list) -> list[int]:
     self._check_kept(messages)
     return self._encode(*self._render(messages, True))
 
-# %% ../nbs/00_tokens.ipynb #4c4c16d0
+# %% ../nbs/00_tokens.ipynb #230bea42
 @patch
 def _probe(self: Renderer):
     "Learn the template's ways with sentinels for texts; returns the markup of user, assistant, user, generation prompt, and of a tool message."
@@ -342,7 +343,7 @@ def _probe(self: Renderer):
     try: return markup + self._text(ask + said('') + [dict(role='tool', content=_Raw(_SENTINEL))], True)
     except RenderError: return markup
 
-# %% ../nbs/00_tokens.ipynb #362af63b
+# %% ../nbs/00_tokens.ipynb #f9e504a5
 @patch
 def text(self: Renderer, turn_ids: list) -> str:
     "The sampled text: closing markup and special tokens are gone."
@@ -367,7 +368,7 @@ def _split(self: Renderer, messages, opening, more, generate):
     if text.count(_SENTINEL) != 1: raise RenderError('the chat template drops or repeats the text of an assistant message')
     return text.split(_SENTINEL)[1], literals
 
-# %% ../nbs/00_tokens.ipynb #d0418376
+# %% ../nbs/00_tokens.ipynb #6dbddf99
 @patch
 def extend(self: Renderer,
     messages: list,      # the conversation that the engine answered
@@ -398,8 +399,8 @@ def _tidied(self: Renderer, messages, reply, opening, before, history):
     closed = self._text(messages + [reply], False)
     return history.startswith(before) and closed.endswith(end) and closed.removesuffix(end) == history
 
-# %% ../nbs/00_tokens.ipynb #0d047225
-SCENARIOS = {                                   # does the answer think? who speaks next? are there tool_calls in the history?
+# %% ../nbs/00_tokens.ipynb #3baa88c8
+SCENARIOS = {   # does the answer think? who speaks next? does the history hold tool_calls?
     'tool result': (False, 'tool', False),
     'tool result, tool_calls before': (False, 'tool', True),
     'user turn': (False, 'user', False),
@@ -407,113 +408,116 @@ SCENARIOS = {                                   # does the answer think? who spe
     'thinking, user turn': (True, 'user', False),
 }
 
+# %% ../nbs/00_tokens.ipynb #f41e0146
 def _thinking(renderer, messages, answer, thought='Add them up.'):
     "`answer` after a thought, in the template's spelling if it has one, else in <think> tags."
-    before = renderer._text(messages, True)
-    try: own = renderer._text(messages + [dict(role='assistant', content=answer, reasoning_content=thought, thinking=thought)], False)
+    before, said = renderer._text(messages, True), dict(role='assistant', content=answer, reasoning_content=thought, thinking=thought)
+    try: own = renderer._text(messages + [said], False)
     except RenderError: own = ''
     if own.startswith(before) and thought in own: return own[len(before):own.rindex(answer) + len(answer)]
     text = f'<think>\n{thought}\n</think>\n\n{answer}'
     return text[max(n for n in range(len(text)) if before.endswith(text[:n])):]    # the generation prompt may have opened the thought
 
 def _stops(renderer, messages, new):
-    "The closing tokens that the template writes after a turn, whatever follows; failing that, its own end of a conversation."
+    "The closing tokens that the template writes after a turn, whatever follows; if those differ, the ones at the end of a conversation."
     ends = [renderer._encode(*renderer._split(messages, renderer._opening(messages), *then)) for then in (([], False), (new, True))]
     last, inside = [list(itertools.takewhile(renderer._closing.__contains__, end)) for end in ends]
     eos = renderer.tokenizer.eos_token_id
-    return os.path.commonprefix([last, inside]) or last or inside[:1] or ([] if eos is None else [eos])
+    return os.path.commonprefix([last, inside]) or last or inside[:1] or [eos] * (eos is not None)
 
-# %% ../nbs/00_tokens.ipynb #87c7ccb2
+# %% ../nbs/00_tokens.ipynb #216c82ce
 def _history(renderer, called):
-    "A question; if `called`, also a tool call and its result, with the arguments as a dict or, where the template wants that, as JSON."
-    ask, result = dict(role='user', content='How many are 2 and 2?'), dict(role='tool', name='add', tool_call_id='call00001', content='Done.')
-    if not called: return [ask]
-    for arguments in ({'a': 2, 'b': 2}, '{"a": 2, "b": 2}'):
+    "A question; if `called`, also a tool call and its result."
+    ask, result, errors = dict(role='user', content='How many are 2 and 2?'), dict(role='tool', name='add', tool_call_id='call00001', content='Done.'), []
+    for arguments in ({'a': 2, 'b': 2}, '{"a": 2, "b": 2}'):    # some templates want a dict, some JSON
         call = dict(id='call00001', type='function', function=dict(name='add', arguments=arguments))
-        messages = [ask, dict(role='assistant', content='', tool_calls=[call]), result]
-        try: renderer._text(messages, True)
-        except RenderError: continue
-        break
-    return messages
+        messages = [ask] + [dict(role='assistant', content='', tool_calls=[call]), result] * called
+        try: renderer.prompt(messages); return messages
+        except RenderError as e: errors.append(e)
+    raise errors[0]
 
+# %% ../nbs/00_tokens.ipynb #c44a3e37
 def _play(renderer, stops, thinks, role, called):
-    "Three turns, each followed by a message of `role`; raises what training would raise."
-    messages = _history(renderer, called)
-    renderer.prompt(messages)
+    "Three turns, each followed by a message of `role`; raises what training would raise, and adds the stop tokens to `stops`."
+    messages, of_tool = _history(renderer, called), dict(name='add', tool_call_id='call00001') if role == 'tool' else {}
     for answer in ('Four.', 'Six.', 'Eight.'):
-        new = [dict(role=role, content='Two more.') | (dict(name='add', tool_call_id='call00001') if role == 'tool' else {})]
+        new = [dict(role=role, content='Two more.', **of_tool)]
         text, ends = _thinking(renderer, messages, answer) if thinks else answer, _stops(renderer, messages, new)
         stops.update(ends[-1:])
         turn_ids = renderer.tokenizer.encode(text, add_special_tokens=False) + ends
         renderer.extend(messages, turn_ids, new)
         messages = messages + [renderer.message(messages, turn_ids)] + new
 
-# %% ../nbs/00_tokens.ipynb #0cf92c66
+# %% ../nbs/00_tokens.ipynb #240171c1
 def _diff(stood, stands, keep=40):
-    "[(op, text)] from `stood` to `stands`: '-' was there, '+' is there now, '=' stayed, cut to `keep` characters at each end."
+    "[(op, text)] from `stood` to `stands`: '-' stood there, '+' stands there now, '=' stayed (`keep` characters at each end)."
     a, b = (re.findall(r'<[^<>\s]*>|\w+|\s|.', text) for text in (stood, stands))
-    pieces = []
-    for op, i, j, k, l in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        gone, new = ''.join(a[i:j]), ''.join(b[k:l])
-        if op == 'equal': pieces.append(('=', gone if len(gone) <= 2 * keep + 1 else f'{gone[:keep]}…{gone[-keep:]}'))
-        else: pieces += [(sign, text) for sign, text in (('-', gone), ('+', new)) if text]
-    return pieces
+    short = lambda text: text if len(text) <= 3 * keep else f'{text[:keep]}…{text[-keep:]}'
+    ops = [(op, ''.join(a[i:j]), ''.join(b[k:l])) for op, i, j, k, l in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()]
+    pieces = [piece for op, old, new in ops for piece in ([('=', short(old))] if op == 'equal' else [('-', old), ('+', new)])]
+    return [piece for piece in pieces if piece[1]]
 
-# %% ../nbs/00_tokens.ipynb #38e095cf
-_SAYS = {'keeps': 'go on in the same row', 'rewrites': 'open a new row', 'refused': 'cannot be sent'}
+# %% ../nbs/00_tokens.ipynb #08768425
+_SAYS = {'keeps': 'go on in the same row', 'rewrites': 'open a new row', 'refused': 'are refused'}
 _SHADE = {'keeps': '#c9efc9', 'rewrites': '#ffe3a8', 'refused': '#ffd0d0', '-': '#ffd0d0', '+': '#c9efc9', '=': 'none'}
 
 @dataclass
 class TemplateReport:
-    "What `check_template` found; a table in print, with coloured differences in a notebook."
-    verdicts: dict                              # scenario: 'keeps', 'rewrites' or 'refused'
-    reasons: dict                               # scenario: what `Renderer` said, where it does not keep
-    diffs: dict                                 # scenario that rewrites: what `_diff` says
-    notes: list = field(default_factory=list)   # what else to know
+    "What `check_template` found: a table when printed, with coloured differences in a notebook."
+    verdicts: dict  # scenario: 'keeps', 'rewrites' or 'refused'
+    reasons: dict   # scenario that does not keep: what `Renderer` said
+    diffs: dict     # scenario that rewrites: [(op, text)], see `_diff`
+    note: str = ''  # what else to know
 
     @property
     def advice(self):
         "What follows for training, in one sentence."
         v, parts = self.verdicts, []
-        for who, what in (('tool observations', 'tool result'), ('user turns', 'user turn')):
-            plain, thinking = _SAYS[v[what]], _SAYS[v['thinking, ' + what]]
-            parts.append(f'{who} {plain}' + (f', after a thought they {thinking}' if thinking != plain else ''))
-        called = v['tool result, tool_calls before']
-        if called != v['tool result']: parts.append(f'after tool_calls in the history, tool observations {_SAYS[called]}')
+        for who, after in (('tool observations', 'tool result'), ('user turns', 'user turn')):
+            plain, thought = _SAYS[v[after]], _SAYS[v['thinking, ' + after]]
+            parts.append(f'{who} {plain}' + (f', but {thought} after a thought' if thought != plain else ''))
+        if v['tool result'] == 'refused': parts[0] += ', send them as user turns'
+        elif (called := v['tool result, tool_calls before']) != v['tool result']: parts.append(f'tool_calls in the history {_SAYS[called]}')
         return '; '.join(parts).capitalize() + '.'
 
-    def _changes(self, name):
-        marks = {'-': '[-{}-]', '+': '{{+{}+}}'}
-        return ' '.join(marks[op].format(repr(text)[1:-1]) for op, text in self.diffs.get(name, []) if op != '=') or self.reasons.get(name, '')
-
     def __repr__(self):
-        cut = lambda text: text if len(text) <= 100 else text[:99] + '…'
-        rows = [f'{name:32}{verdict:10}{cut(self._changes(name))}'.rstrip() for name, verdict in self.verdicts.items()]
-        return '\n'.join(rows + [self.advice] + self.notes)
+        marks = {'-': '[-{}-]', '+': '{{+{}+}}', '=': ''}
+        changed = lambda name: ''.join(marks[op].format(repr(text)[1:-1]) for op, text in self.diffs.get(name, [])) or self.reasons.get(name, '')
+        rows = [f'{name:32}{verdict:10}{changed(name):.100}'.rstrip() for name, verdict in self.verdicts.items()]
+        return '\n'.join(rows + [self.advice] + [self.note] * bool(self.note))
 
-# %% ../nbs/00_tokens.ipynb #0b99bba5
+# %% ../nbs/00_tokens.ipynb #f4603990
 @patch
 def _repr_html_(self: TemplateReport):
     span = lambda op, text: f'<span style="background:{_SHADE[op]}">{html.escape(text)}</span>'
     told = lambda name: ''.join(span(*piece) for piece in self.diffs.get(name, [])) or html.escape(self.reasons.get(name, ''))
-    cell = '<td style="text-align:left;vertical-align:top;white-space:pre-wrap;{}">{}</td>'
-    rows = [f'<tr>{cell.format("", html.escape(name))}{cell.format(f"background:{_SHADE[verdict]}", verdict)}{cell.format("font-family:monospace", told(name))}</tr>'
-            for name, verdict in self.verdicts.items()]
-    key = span('-', 'stood there when it was sampled') + ' ' + span('+', 'stands there now')
-    return f'<table style="color:#000">{"".join(rows)}</table>' + '<br>'.join([key] * bool(self.diffs) + [html.escape(t) for t in [self.advice] + self.notes])
+    row = '<tr style="vertical-align:top"><td>{}</td><td style="background:{}">{}</td><td style="text-align:left;white-space:pre-wrap">{}</td></tr>'
+    rows = ''.join(row.format(html.escape(name), _SHADE[verdict], verdict, told(name)) for name, verdict in self.verdicts.items())
+    key = f'{span("-", "stood there when it was sampled")} {span("+", "stands there now")}<br>' if self.diffs else ''
+    return f'<div style="color:#000"><table style="font-family:monospace">{rows}</table>{key}{html.escape(self.advice)} {html.escape(self.note)}</div>'
 
+# %% ../nbs/00_tokens.ipynb #3d414887
 def check_template(
-    tokenizer,        # with the chat template, and its markup among the special tokens, as the checkpoint has it
-    **options,        # handed to the template, as `Renderer` does: enable_thinking, tools, ...
+    tokenizer,  # with its chat template; the markup must be among its special tokens, as in the checkpoint
+    **options,  # handed to the template, as `Renderer` does: tools, enable_thinking, ...
 ) -> TemplateReport:
-    "Does a sampled row survive what follows it? Each scenario goes through `Renderer.extend`. RenderError where not even a user's text is rendered."
+    "Does a sampled row survive what follows it? Each scenario goes through `Renderer.extend`. RenderError where the template does not even keep a user's text."
     renderer, stops, report = Renderer(tokenizer, **options), set(), TemplateReport({}, {}, {})
     for name, scenario in SCENARIOS.items():
-        try: _play(renderer, stops, *scenario); verdict, reason = 'keeps', ''
-        except RenderError as e: verdict, reason = 'refused', str(e)
-        except PrefixBroken as e: verdict, reason, report.diffs[name] = 'rewrites', str(e), _diff(e.stood, e.stands)
-        report.verdicts[name] = verdict
-        if reason: report.reasons[name] = reason
-    if stops and tokenizer.eos_token_id not in stops:
-        report.notes.append(f'The template ends turns with {tokenizer.decode(sorted(stops))!r}, and eos_token is {tokenizer.eos_token!r}: the engine must stop at the former.')
+        try: report.verdicts[name] = _play(renderer, stops, *scenario) or 'keeps'
+        except RenderError as e: report.verdicts[name], report.reasons[name] = 'refused', str(e)
+        except PrefixBroken as e: report.verdicts[name], report.reasons[name], report.diffs[name] = 'rewrites', str(e), _diff(e.stood, e.stands)
+    if stops - {tokenizer.eos_token_id}:
+        report.note = f'The template ends turns with {tokenizer.decode(sorted(stops))!r}, eos_token is {tokenizer.eos_token!r}: see that generation_config.json stops at each.'
     return report
+
+# %% ../nbs/00_tokens.ipynb #a0bc8774
+def load_tokenizer(
+    path,   # directory of a Hugging Face checkpoint
+):
+    "Its tokenizer. Where `tokenizer.json` says everything, it is read without transformers' model classes, which take seven seconds to import."
+    try: kind = json.loads(Path(path, 'tokenizer_config.json').read_text()).get('tokenizer_class')
+    except FileNotFoundError: kind = None
+    if kind in ('TokenizersBackend', 'PreTrainedTokenizerFast'): from transformers import PreTrainedTokenizerFast as Tokenizer
+    else: from transformers import AutoTokenizer as Tokenizer
+    return Tokenizer.from_pretrained(path)

@@ -6,14 +6,14 @@
 __all__ = ['BUCKET_BYTES', 'make_manifest', 'cut', 'view', 'gloo_group', 'from_rank0', 'Sender', 'SyncError', 'free_address',
            'WeightSync']
 
-# %% ../nbs/23_weight_sync.ipynb #4d691698
+# %% ../nbs/23_weight_sync.ipynb #a86c64d2
 import asyncio, math, socket, time
 from datetime import timedelta
 import torch
 from fastcore.basics import patch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-# %% ../nbs/23_weight_sync.ipynb #8b2d02c0
+# %% ../nbs/23_weight_sync.ipynb #24046af2
 BUCKET_BYTES = 16 << 20    # raw gloo on two idle cores: 3.6 GB/s in buckets of 16 MiB, 1.8 in buckets of 1 MiB
 
 def make_manifest(named_tensors, dtype:str='float32', bucket_bytes:int=BUCKET_BYTES) -> dict:
@@ -33,7 +33,7 @@ def cut(manifest:dict) -> list:
 
 def view(flat, dtype, shape, start, stop): return flat[start:stop].view(dtype).view(shape)
 
-# %% ../nbs/23_weight_sync.ipynb #0860dc27
+# %% ../nbs/23_weight_sync.ipynb #7b8a196a
 def gloo_group(host, port, rank, world, timeout_s=120.0):
     "A process group of its own, beside any other in this process. Rank 0 listens at `port`. Raises when not all have come in time."
     t = timedelta(seconds=timeout_s)
@@ -88,10 +88,11 @@ def _checked(named_tensors, manifest):
         yield name, (tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor).detach()
     if i + 1 < len(want): raise ValueError(f'{want[i+1][0]!r} was promised by the manifest and never came')
 
-# %% ../nbs/23_weight_sync.ipynb #4052d89c
+# %% ../nbs/23_weight_sync.ipynb #fff674e5
 class SyncError(RuntimeError):
-    "A publication failed. `.failed`: engine name -> reason; those must be replaced, not resumed (empty when only the policy failed before anything was sent)."
-    def __init__(self, message, failed=None): super().__init__(message); self.failed = failed or {}
+    """A publication failed. `.failed`: engine name -> reason; those must be replaced, not resumed (empty when only the policy failed before anything was sent).
+    `.policy`: exceptions of the policy's ranks. A broken connection is the engines' doing; anything else is the policy's own."""
+    def __init__(self, message, failed=None, policy=()): super().__init__(message); self.failed, self.policy = failed or {}, list(policy)
 
 def free_address():
     "(host, free port) of the process it runs in."
@@ -108,7 +109,7 @@ def _broken(results): return [r for r in results if isinstance(r, BaseException)
 
 def _reason(e): return 'no answer in time (sync.timeout_s)' if isinstance(e, TimeoutError) else str(getattr(e, 'cause', None) or e).strip().splitlines()[-1]
 
-# %% ../nbs/23_weight_sync.ipynb #dd00ea6c
+# %% ../nbs/23_weight_sync.ipynb #5fa13264
 class WeightSync:
     "From policy ranks to engines. `await connect(engines)` once, and again after every SyncError or restart; `await publish(version)` at each new version."
     def __init__(self, policies:list, timeout_s:float=600.0):   # Ray actor handles of all policy ranks; seconds that any one step may take
@@ -129,11 +130,14 @@ class WeightSync:
         [(host, port)] = await self._ask('finding a port', [self.policies[0].__ray_call__.remote(lambda actor: free_address())])
         sizes = [s['workers'] for s in status]
         world, ranks = 1 + sum(sizes), [1 + sum(sizes[:i]) for i in range(len(sizes))]
-        await self._ask('connecting', [p.connect.remote(host, port, world) for p in self.policies]
-                                    + [e.connect.remote(host, port, world, r) for e, r in zip(handles, ranks)], engines)
+        try: await self._ask('connecting', [p.connect.remote(host, port, world, .8*self.timeout_s) for p in self.policies]
+                                         + [e.connect.remote(host, port, world, r, .8*self.timeout_s) for e, r in zip(handles, ranks)], engines)
+        except SyncError as e:       # one that is gone keeps the others waiting: only those that do not answer now are to be replaced
+            alive = await _all([h.status.remote() for h in handles], 40)
+            e.failed = {n: _reason(r) for n, r in zip(engines, alive) if isinstance(r, BaseException)} or e.failed; raise
         self.manifest, self.epoch = manifests[0], self.epoch + 1
 
-# %% ../nbs/23_weight_sync.ipynb #9111a36b
+# %% ../nbs/23_weight_sync.ipynb #6f5fdecb
 @patch
 async def publish(self:WeightSync, version:int, in_flight:str='reprefill') -> dict:
     """Give all engines the policy's weights as `version`. `in_flight`: 'reprefill', 'continue' or 'drain' (21_engines). Returns seconds by part.
@@ -154,6 +158,6 @@ async def publish(self:WeightSync, version:int, in_flight:str='reprefill') -> di
     if failed or _broken(sent):
         self.manifest = None
         why = [f'{k}: {v}' for k, v in failed.items()] + [f'policy: {_reason(e)}' for e in _broken(sent)]
-        raise SyncError(f'version {version} was not published everywhere; replace {", ".join(failed) or "no engine"}. ' + '; '.join(why), failed)
+        raise SyncError(f'version {version} was not published everywhere; replace {", ".join(failed) or "no engine"}. ' + '; '.join(why), failed, _broken(sent))
     parts = {k: max(r[k] for r in results) for k in ('start', 'load', 'finish')}
     return dict(pause=t[1] - t[0], **parts, transfer=t[2] - t[1], resume=t[3] - t[2], total=t[3] - t[0])

@@ -20,7 +20,7 @@ class Trainer:
     def _named(self):
         for n, p in self.model.named_parameters(): time.sleep(self.pause_s); yield n, p
     def manifest(self): return make_manifest(list(self.model.named_parameters()), bucket_bytes=128 << 10)
-    def connect(self, host, port, world): self.sender = Sender(host, port, world)
+    def connect(self, host, port, world, timeout_s): self.sender = Sender(host, port, world, timeout_s=timeout_s)
     def send(self): return self.sender.send(self._named(), self.manifest())
     def step(self, seed, pause_s=0):
         self.pause_s, g = pause_s, torch.Generator().manual_seed(seed)
