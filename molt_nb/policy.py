@@ -6,14 +6,14 @@
 __all__ = ['SCHEDULES', 'MAX_SHARED', 'PolicyError', 'PolicyConfig', 'constant', 'linear', 'cosine', 'policy_env', 'n_experts',
            'layout_faults', 'Policy', 'quiet', 'group_split']
 
-# %% ../nbs/22_policy.ipynb #0e517820
+# %% ../nbs/22_policy.ipynb #263550ca
 import contextlib, importlib.util, json, logging, math, os, shutil, time, types, warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from fastcore.basics import patch
 
-# %% ../nbs/22_policy.ipynb #cc44f5cb
+# %% ../nbs/22_policy.ipynb #58a939bf
 class PolicyError(RuntimeError): "What is wrong with a model, a configuration or a training step, and what to do."
 
 @dataclass
@@ -41,7 +41,7 @@ class PolicyConfig:
     balance_coef: float = 0.0          # mixture of experts: weight of the load-balance loss
     collective_timeout_s: float = 900  # how long a rank waits for the others
 
-# %% ../nbs/22_policy.ipynb #987a70cc
+# %% ../nbs/22_policy.ipynb #a7c9833f
 def _warmup(step, c): return min(1.0, (step + 1)/(c.warmup_steps + 1))
 def _progress(step, c): return min(1.0, max(0, step - c.warmup_steps)/max(1, c.total_steps - c.warmup_steps))
 def constant(step, c): "The peak rate after warm-up."; return c.lr*_warmup(step, c)
@@ -50,13 +50,13 @@ def cosine(step, c): "Falls along half a cosine to 0 at `total_steps`."; return 
 
 SCHEDULES = dict(constant=constant, linear=linear, cosine=cosine)
 
-# %% ../nbs/22_policy.ipynb #26224229
+# %% ../nbs/22_policy.ipynb #8f21c827
 def policy_env(config:PolicyConfig) -> dict:
     "Environment variables of one rank's process, for Ray's `runtime_env`: they must be set before torch is imported."
     n = str(config.threads)
     return dict(OMP_NUM_THREADS=n, MKL_NUM_THREADS=n, TOKENIZERS_PARALLELISM='false', TRANSFORMERS_VERBOSITY='error')
 
-# %% ../nbs/22_policy.ipynb #11733c67
+# %% ../nbs/22_policy.ipynb #4724fbc5
 @contextlib.contextmanager
 def _built_on_cpu(family):
     "While open, AutoModel builds on the CPU: `torch.cuda.current_device` and the model module's cuda devices read as cpu."
@@ -78,7 +78,7 @@ def _has_module(name):
     try: return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError: return False
 
-# %% ../nbs/22_policy.ipynb #719bde4c
+# %% ../nbs/22_policy.ipynb #da422fb9
 def n_experts(path) -> int:
     "Experts of a layer, from the checkpoint's config; 0 for a dense model."
     c = json.loads((Path(path)/'config.json').read_text()); c = c.get('text_config', c)
@@ -94,7 +94,7 @@ def layout_faults(c:PolicyConfig, world:int, experts:int) -> list:
     wants = [k for k, v in (('expert_parallel', c.expert_parallel > 1), ('freeze_router', c.freeze_router), ('balance_coef', c.balance_coef)) if v]
     return faults + [f'{k} is for mixtures of experts, and this model is none: leave it out' for k in wants if not experts]
 
-# %% ../nbs/22_policy.ipynb #b51ec82c
+# %% ../nbs/22_policy.ipynb #a54ed703
 class Policy:
     """The trained model, on one rank: log-probs, optimizer steps, weights for the engines.
 
@@ -118,7 +118,7 @@ class Policy:
         if not self.temperature > 0: raise PolicyError(f'temperature {temperature} gives no distribution: write a positive number')
         if faults := layout_faults(self.config, world, n_experts(self.path)): raise PolicyError('; '.join(faults))
 
-# %% ../nbs/22_policy.ipynb #91571650
+# %% ../nbs/22_policy.ipynb #3e2acf13
 @patch
 def build(self:Policy, address:str=None) -> dict:
     "Join the ranks at `address` (where it was not known before), load and shard the model, make the optimizer. Returns seconds by part."
@@ -176,7 +176,7 @@ def _load(self:Policy, setup):
     with _built_on_cpu(family) if self.device.type == 'cpu' else contextlib.nullcontext():
         return NeMoAutoModelForCausalLM.from_pretrained(str(self.path), dtype=torch.float32, distributed_setup=setup, attn_implementation='sdpa', use_liger_kernel=False, **experts)
 
-# %% ../nbs/22_policy.ipynb #6c3d896f
+# %% ../nbs/22_policy.ipynb #d344b357
 def _chunk_logprobs(head, hidden, target, temperature, entropy):
     "Log-prob of `target` [k] and entropy [k] (zeros unless asked for) from `hidden` [k, H], in float32."
     import torch
@@ -198,7 +198,7 @@ def _head_at(head, target, predictors, temperature, chunk, entropy):
         return torch.cat([checkpoint(f, h, t, use_reentrant=False, preserve_rng_state=False) if again else f(h, t) for h, t in parts])
     return forward
 
-# %% ../nbs/22_policy.ipynb #8491a550
+# %% ../nbs/22_policy.ipynb #c0b2dd71
 MAX_SHARED = 4096     # positions of one shared sequence: its mask takes 16 MB
 
 def _row_layout(tokens, mask):
@@ -231,7 +231,7 @@ def _part_mask(part):
     q, k = part[:, :, None], part[:, None, :]
     return (torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril() & ((k == q) | (k == 0)))[:, None]
 
-# %% ../nbs/22_policy.ipynb #aed77e0d
+# %% ../nbs/22_policy.ipynb #4bb1bb32
 @patch
 def _layout(self:Policy, tokens, mask):
     "The cheaper of the two layouts."
@@ -259,7 +259,7 @@ def _forward(self:Policy, tokens, mask, entropy=False):
     full = torch.zeros(tokens.shape, device=self.device)
     return tuple(full.masked_scatter(where, column) for column in out.unbind(-1))
 
-# %% ../nbs/22_policy.ipynb #8e122d12
+# %% ../nbs/22_policy.ipynb #da3a65dc
 @patch
 def score(self:Policy, ids) -> 'np.ndarray':
     "Log-prob of each token of one row, float32 [T]; 0 at position 0, which nothing predicts. On several ranks: call it on all."
@@ -269,7 +269,7 @@ def score(self:Policy, ids) -> 'np.ndarray':
     mask = torch.ones_like(tokens, dtype=torch.bool); mask[:, 0] = False
     with torch.no_grad(): return self._forward(tokens, mask)[0][0].cpu().numpy()
 
-# %% ../nbs/22_policy.ipynb #26d54b3a
+# %% ../nbs/22_policy.ipynb #c828ef6e
 @patch
 def _plan(self:Policy, rows):
     "Index tensors of the micro-batches of every rank; the same plan on each."
@@ -309,7 +309,7 @@ def logprobs(self:Policy, rows) -> 'Tensor':
             out[index] = torch.where(some.mask, found, out[index])
     return self._sum_ranks(out)
 
-# %% ../nbs/22_policy.ipynb #a9b70155
+# %% ../nbs/22_policy.ipynb #77f3d6d3
 @patch
 def _accumulate(self:Policy, rows, loss, entropy=False) -> dict:
     """Add the window's gradient to the parameters. `loss(index, rows, logp, entropy)` gives a micro-batch's part and its [sum, count] pairs.
@@ -363,7 +363,7 @@ def _whole(t):
     "The full tensor of a sharded one; a collective call."
     return t.full_tensor() if hasattr(t, 'full_tensor') else t
 
-# %% ../nbs/22_policy.ipynb #ea21009a
+# %% ../nbs/22_policy.ipynb #83dc70fc
 def _correct(objective, rows, **age):
     "Weights, keep and statistics of the objective's correction on `rows`."
     return objective.correction(rows.old_logprobs, rows.logprobs, rows.mask, rows.rollout, **age, **objective.correction_options)
@@ -395,7 +395,7 @@ def gradients(self:Policy, rollouts, rows, objective, advantages) -> dict:
     self.optimizer.zero_grad()
     return out
 
-# %% ../nbs/22_policy.ipynb #359c7c46
+# %% ../nbs/22_policy.ipynb #981169c4
 @patch
 def _step(self:Policy) -> dict:
     "Clip, step, clear the gradients."
@@ -423,7 +423,7 @@ def _update_norm(self:Policy, lr) -> float:
         total += (local(s['exp_avg'])/root).norm().double().cpu()**2/(1 - b1**step)**2
     return lr*math.sqrt(self._sum_ranks(total)/self.config.replicas)
 
-# %% ../nbs/22_policy.ipynb #f5b58a8c
+# %% ../nbs/22_policy.ipynb #64ffee59
 def group_split(rollouts, rows, n:int) -> list:
     "Index tensors of the rows of each of `n` updates: prompt groups stay whole and are dealt in turn."
     import torch
@@ -448,7 +448,7 @@ def _memory_mb():
     import psutil
     return psutil.Process().memory_info().rss/2**20
 
-# %% ../nbs/22_policy.ipynb #d36ea988
+# %% ../nbs/22_policy.ipynb #88b139b3
 @patch
 def train(self:Policy,
     rollouts, rows,            # the batch, whole, on every rank
@@ -480,7 +480,7 @@ def train(self:Policy,
     *windows, own = self._reduce(windows, own, [*names, *getattr(objective.loss, 'metrics', ())])
     return {**corrected[2], **_mean(windows), **_mean(steps), **own, 'optimizer_step': self.optimizer_step, 'speed/trainer_tokens_per_s': seen/(t2 - t0)}
 
-# %% ../nbs/22_policy.ipynb #40c4302b
+# %% ../nbs/22_policy.ipynb #e9e3b74a
 @patch
 def supervise(self:Policy, rows) -> dict:
     "One optimizer step of cross-entropy on the trainable tokens of `rows`."
@@ -493,7 +493,7 @@ def supervise(self:Policy, rows) -> dict:
     self._may_train(); window = self._accumulate(rows, loss); step = self._step()
     return {**self._reduce([window], {})[0], **step, 'optimizer_step': self.optimizer_step}
 
-# %% ../nbs/22_policy.ipynb #e4ae80bd
+# %% ../nbs/22_policy.ipynb #2e125a80
 @patch
 def _named(self:Policy, gather=True):
     "Pairs of (Hugging Face name, full tensor), one weight in memory at a time. Without `gather` the tensors have shapes only."
@@ -529,7 +529,7 @@ def send(self:Policy) -> float:
         finally:
             for _ in stream: pass       # the gathers of all ranks meet to the end, whatever became of the transfer
 
-# %% ../nbs/22_policy.ipynb #659f60e5
+# %% ../nbs/22_policy.ipynb #5f9c47ca
 @patch
 def save_hf(self:Policy,
     path,                       # a directory; replaced when the export is complete

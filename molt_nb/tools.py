@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['calculate', 'Ran', 'run_python', 'ToolTask', 'Calculator', 'PythonTool']
 
-# %% ../nbs/06_tools.ipynb #0b36613f
-import ast, asyncio, functools, math, operator, os, random, re, secrets, signal, subprocess, sys, tempfile, threading
+# %% ../nbs/06_tools.ipynb #8a3c5a2e
+import ast, asyncio, contextlib, functools, math, operator, os, random, re, secrets, signal, subprocess, sys, tempfile, threading
 from dataclasses import dataclass
 from pathlib import Path
+from fastcore.basics import patch
 from .agents import Env
 from .tasks import last_int
 
-# %% ../nbs/06_tools.ipynb #abf74034
+# %% ../nbs/06_tools.ipynb #b252bdeb
 _OPS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
 
 def _value(node):
@@ -27,6 +28,7 @@ def _value(node):
     if isinstance(value, complex) or not abs(value) < 1e100: raise ValueError('the result is no number below 1e100')
     return value
 
+# %% ../nbs/06_tools.ipynb #b7cff2e8
 def calculate(
     expression,  # at most 200 characters; ×, ÷, − and ^ are read as * / - **
 ):
@@ -39,43 +41,43 @@ def calculate(
     except OverflowError: raise ValueError('the result is no number below 1e100') from None
     except (SyntaxError, RecursionError, MemoryError): raise ValueError('that is no expression') from None
 
-# %% ../nbs/06_tools.ipynb #6af28ddf
-_LIMITED = """import os, resource, sys
+# %% ../nbs/06_tools.ipynb #c5909ea5
+_LIMITED = """import os, resource, signal, sys
 memory, seconds, processes = map(int, sys.argv[1:])
 for what, most in (('AS', memory), ('FSIZE', 64 << 20), ('CPU', seconds), ('CORE', 0), ('NPROC', processes)):
     what = getattr(resource, 'RLIMIT_' + what)
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
+signal.alarm(2 * seconds + 5)
 os.execv(sys.executable, [sys.executable, '-I', 'main.py'])"""
 
+# %% ../nbs/06_tools.ipynb #277df2e5
 def _spawn(folder, mark, timeout_s, memory_mb):
     "Start main.py of that folder under the limits, as the leader of a process group; `mark` stands in its environment."
     tasks = int(Path('/proc/loadavg').read_text().split()[3].split('/')[1])   # NPROC counts all of the user's threads: allow 64 more than there are
-    limits = [memory_mb << 20, math.ceil(timeout_s) + 1, tasks + 64]          # CPU seconds: an orphan ends by itself even if we are killed
+    limits = [memory_mb << 20, math.ceil(timeout_s) + 1, tasks + 64]          # CPU seconds, and an alarm: an orphan ends by itself if we are killed
     env = dict(PATH=os.defpath, HOME=folder, TMPDIR=folder, LANG='C.UTF-8', OMP_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1', MOLT_NB_RUN=mark)
     return subprocess.Popen([sys.executable, '-I', '-S', '-c', _LIMITED, *map(str, limits)], cwd=folder, env=env, start_new_session=True,
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-# %% ../nbs/06_tools.ipynb #95b69431
+# %% ../nbs/06_tools.ipynb #a14d61e0
 def _marked(mark):
     "Pids of the processes that carry the mark."
-    for file in Path('/proc').glob('[0-9]*/environ'):
+    for pid in filter(str.isdigit, os.listdir('/proc')):
         try:
-            if mark.encode() in file.read_bytes(): yield int(file.parent.name)
+            if mark.encode() in Path(f'/proc/{pid}/environ').read_bytes(): yield int(pid)
         except OSError: pass   # gone meanwhile, or another user's
-
-def _kill(kill, *args):
-    try: kill(*args, signal.SIGKILL)
-    except ProcessLookupError: pass
 
 def _kill_all(pid, mark):
     "Kill the group, and then whoever left it."
-    _kill(os.killpg, pid)
+    with contextlib.suppress(ProcessLookupError): os.killpg(pid, signal.SIGKILL)
     for _ in range(20):
-        if not (left := list(_marked(mark))): return
-        for pid in left: _kill(os.kill, pid)
+        for pid in (left := list(_marked(mark))):
+            with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
+        if not left: return
 
+# %% ../nbs/06_tools.ipynb #b08dfb28
 async def _follow(program, data, most):
     "Collect what it prints until it has ended, or has printed too much. A child that holds the pipe is not waited for."
     os.set_blocking(program.stdout.fileno(), False)
@@ -87,13 +89,14 @@ async def _follow(program, data, most):
         if ended and not part: return
         if not part: await asyncio.sleep(0.01)
 
-# %% ../nbs/06_tools.ipynb #16a2ac08
+# %% ../nbs/06_tools.ipynb #128ccb80
 @dataclass
 class Ran:
     "What a program printed, and why it ended: '' (well), 'error', 'time', 'memory' or 'output'."
     text: str
     reason: str
 
+# %% ../nbs/06_tools.ipynb #a7244090
 @functools.lru_cache(1)
 def _slots(): return threading.Semaphore(os.cpu_count())   # shared by the loops of all rollouts of this process, hence polled
 
@@ -108,10 +111,10 @@ async def run_python(
     try:
         with tempfile.TemporaryDirectory(prefix='molt_nb-', ignore_cleanup_errors=True) as folder:
             (Path(folder) / 'main.py').write_text(code, 'utf-8', 'replace')
-            return await _watch(folder, secrets.token_hex(16), timeout_s, memory_mb, output_bytes)
+            return await _watch(folder, f'{os.getpid()}-{secrets.token_hex(8)}', timeout_s, memory_mb, output_bytes)
     finally: _slots().release()
 
-# %% ../nbs/06_tools.ipynb #6ab261de
+# %% ../nbs/06_tools.ipynb #3183c8f2
 async def _watch(folder, mark, timeout_s, memory_mb, output_bytes):
     "Run main.py to its end or a limit. Nothing is awaited between start and `try`: a cancelled rollout kills its program too."
     program, data, late = _spawn(folder, mark, timeout_s, memory_mb), bytearray(), False
@@ -125,16 +128,16 @@ async def _watch(folder, mark, timeout_s, memory_mb, output_bytes):
     if len(data) > output_bytes: reason, note = 'output', f'\n[output cut at {output_bytes} bytes]'
     elif late: reason, note = 'time', f'\n[stopped after {timeout_s:g} s]'
     elif 'MemoryError' in text: reason, note = 'memory', f'\n[more memory than {memory_mb} MB]'
-    else: reason, note = 'error' if program.returncode else '', ''
+    else: reason, note = 'error' if program.returncode else '', f'[exit code {program.returncode}]' if program.returncode and not text.strip() else ''
     return Ran(text.rstrip() + note, reason)
 
-# %% ../nbs/06_tools.ipynb #5c0321c4
+# %% ../nbs/06_tools.ipynb #79008a73
 class ToolTask(Env):
-    "A question that is easier with a tool. A subclass gives `call` (a pattern with one group), `opening`, `how`, a `question`, and `use`."
+    "A question that is easier with a tool. A subclass gives `call` (a pattern with one group), `opening`, `how`, `question` and `use`."
     call = opening = how = ''
 
     @staticmethod
-    def question(rng, low, high):
+    def question(rng, low, high, **more):
         "(question, answer, a call that leads to it), made with a random.Random."
         raise NotImplementedError
 
@@ -142,50 +145,68 @@ class ToolTask(Env):
         "What the tool says to the text of a call, and whether it worked."
         raise NotImplementedError
 
-    @classmethod
-    def tasks(cls, n, seed,
-        low=100,          # smallest number in a question
-        high=999,         # largest number in a question
-        shots=0,          # example talks before the question
-        call_reward=0.0,  # paid once, for the first call that worked
-    ):
-        if low > high: raise ValueError(f'low must be <= high, got low={low}, high={high}')
-        rng = random.Random(f'{cls.__name__}/{seed}')
-        make = lambda: dict(zip(('question', 'answer', 'call'), cls.question(rng, low, high)))
-        return [dict(make(), id=f'{cls.__name__.lower()}-s{seed}-{i}', shots=[make() for _ in range(shots)], call_reward=call_reward) for i in range(n)]
+@patch(cls_method=True)
+def tasks(cls:ToolTask, n, seed,
+    low=100,          # smallest number in a question
+    high=999,         # largest number in a question
+    shots=0,          # example talks before the question
+    call_reward=0.0,  # paid once, for the first call that worked
+    **more,           # for `question`
+):
+    if low > high: raise ValueError(f'low must be <= high, got low={low}, high={high}')
+    rng = random.Random(f'{cls.__name__}/{seed}')
+    make = lambda: dict(zip(('question', 'answer', 'call'), cls.question(rng, low, high, **more)))
+    return [dict(make(), id=f'{cls.__name__.lower()}-s{seed}-{i}', shots=[make() for _ in range(shots)], call_reward=call_reward) for i in range(n)]
 
-    @classmethod
-    def lesson(cls, task):
-        "A task's perfect talk, as chat messages: for examples in the prompt, or for supervised training before the run."
-        said = task['question'], task['call'], str(task['answer']), str(task['answer'])
-        return [dict(role=role, content=text) for role, text in zip(('user', 'assistant') * 2, said)]
+# %% ../nbs/06_tools.ipynb #54ae5077
+def _talk(task): return [dict(role=role, content=str(task[part])) for role, part in zip(('user', 'assistant') * 2, ('question', 'call', 'answer', 'answer'))]
 
-    async def reset(self, task):
-        self.task, self.calls, self.worked = task, 0, 0
-        talk = sum(map(self.lesson, task['shots']), []) + [dict(role='user', content=task['question'])]
-        talk[0] = dict(role='user', content=f"{self.how}\n{talk[0]['content']}")
-        return talk
+@patch(cls_method=True)
+def prompt(cls:ToolTask, task):
+    "The example talks and the question; the first message also tells how to call."
+    talk = sum(map(_talk, task['shots']), []) + _talk(task)[:1]
+    return [dict(role='user', content=f"{cls.how}\n{talk[0]['content']}")] + talk[1:]
 
-    async def step(self, action):
-        calls = re.findall(self.call, action, re.S)
-        if not calls and self.opening in action: return f'That call is not finished. {self.how}', 0.0, False, False, dict(calls=self.calls)
-        if not calls:
-            got = last_int(action)
-            return '', float(got == self.task['answer']), True, False, dict(answer=self.task['answer'], got=got, calls=self.calls, worked=self.worked)
-        told, worked = await self.use(calls[-1])
-        self.calls, self.worked = self.calls + 1, self.worked + worked
-        first = worked and self.worked == 1
-        return told, self.task['call_reward'] * first, False, False, dict(calls=self.calls, worked=self.worked)
+@patch(cls_method=True)
+def lesson(cls:ToolTask, task):
+    "A whole, perfect talk as chat messages: for supervised training before the run."
+    return cls.prompt(task) + _talk(task)[1:]
 
-# %% ../nbs/06_tools.ipynb #438ee70f
+# %% ../nbs/06_tools.ipynb #12d3eaa7
+@patch
+async def reset(self:ToolTask, task):
+    self.task, self.calls, self.worked = task, 0, 0
+    return self.prompt(task)
+
+@patch
+async def step(self:ToolTask, action):
+    calls = re.findall(self.call, action, re.S)
+    if not calls and self.opening in action: return f'That call is not finished. {self.how}', 0.0, False, False, dict(calls=self.calls)
+    if not calls:
+        got = last_int(action)
+        return '', float(got == self.task['answer']), True, False, dict(answer=self.task['answer'], got=got, calls=self.calls, worked=self.worked)
+    told, worked = await self.use(calls[-1])
+    self.calls, self.worked = self.calls + 1, self.worked + worked
+    first = worked and self.worked == 1
+    return told, self.task['call_reward'] * first, False, False, dict(calls=self.calls, worked=self.worked)
+
+# %% ../nbs/06_tools.ipynb #af1c49d1
 class Calculator(ToolTask):
     "a * b + c, with a calculator: `<calc>12*7+3</calc>` is answered with 87. Reward 1 if the last integer of the answer is right."
     call, opening = r'<calc>(.*?)</calc>', '<calc>'
     how = 'You can use a calculator: write <calc>12*7+3</calc> and wait for the result. Then reply with just the number.'
 
+    @classmethod
+    def tasks(cls, n, seed, low=100, high=999, shots=0, call_reward=0.0,
+        operation='product',   # a * b + c, or 'sum': a + b
+    ):
+        if operation not in ('product', 'sum'): raise ValueError(f"operation must be 'product' or 'sum', got {operation!r}")
+        return super().tasks(n, seed, low, high, shots, call_reward, operation=operation)
+
     @staticmethod
-    def question(rng, low, high):
+    def question(rng, low, high, operation):
         a, b, c = (rng.randint(low, high) for _ in range(3))
+        if operation == 'sum': return f'What is {a} + {b}?', a + b, f'<calc>{a}+{b}</calc>'
         return f'What is {a} * {b} + {c}?', a * b + c, f'<calc>{a}*{b}+{c}</calc>'
 
     async def use(self, text):
@@ -193,7 +214,7 @@ class Calculator(ToolTask):
         except ValueError as e: return f'Error: {e}', False
         return f'{value:.12g}' if isinstance(value, float) else str(value), True
 
-# %% ../nbs/06_tools.ipynb #940538fd
+# %% ../nbs/06_tools.ipynb #57bb29ca
 class PythonTool(ToolTask):
     "The sum of the squares from a to b, with Python: a ```python block is run and what it prints comes back. Reward 1 if the last integer of the answer is right."
     call, opening = r'```python\s*\n(.*?)```', '```python'

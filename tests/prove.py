@@ -1,7 +1,7 @@
 """The long evidence: the demo as a user runs it; `tiny` and `tiny-moe` with one engine and one policy rank, and with two of each; three seeds each.
 Writes nbs/evidence/, which is committed; afterwards `make run-nb NB=20_async_loop` shows it on the page.
 
-    python tests/prove.py [NAME ...]      default: all of RUNS; about 40 minutes on two cores"""
+    python tests/prove.py [NAME ...]      default: all of RUNS; about 45 minutes on two cores"""
 import shutil, subprocess, sys, time
 from pathlib import Path
 from notebooks import NBS, ROOT
@@ -9,7 +9,7 @@ from notebooks import NBS, ROOT
 EVIDENCE = NBS/'evidence'
 TWO = 'engines=2 runners=2 policy.ranks=2'
 RUNS = {'smollm2': ('smollm2', '', [0]), 'tiny': ('tiny', '', [0, 1, 2]), 'tiny-moe': ('tiny-moe', '', [0, 1, 2]),        # name: (recipe, overrides, seeds)
-        'tiny-2x2': ('tiny', TWO, [0, 1, 2]), 'tiny-moe-2x2': ('tiny-moe', f'{TWO} policy.expert_parallel=2', [0, 1, 2])}
+        'tiny-calc': ('tiny-calc', '', [0, 1, 2]), 'tiny-2x2': ('tiny', TWO, [0, 1, 2]), 'tiny-moe-2x2': ('tiny-moe', f'{TWO} policy.expert_parallel=2', [0, 1, 2])}
 
 def prove(name, model, overrides, seed):
     run = ROOT/'runs'/f'prove-{time.strftime("%Y%m%d-%H%M%S")}-{name}-{seed}'; run.mkdir(parents=True)

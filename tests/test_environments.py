@@ -1,0 +1,66 @@
+"""Ten reasoning-gym families, three Gymnasium environments, a calculator, a Python tool, and environments that misbehave, all in one run on the real stack."""
+import asyncio
+from collections import Counter
+from molt_nb.adapters import from_gymnasium
+from molt_nb.agents import Env, make_tasks
+from molt_nb.async_loop import AsyncLoop
+from molt_nb.recipes import load_recipe
+from molt_nb.tasks import ReasoningGym
+from molt_nb.tools import Calculator, PythonTool
+
+FAMILIES = 'chain_sum spell_backward leg_counting basic_arithmetic gcd letter_counting number_sorting caesar_cipher base_conversion word_sorting'.split()
+GYMS = ('FrozenLake-v1', 'CliffWalking-v1', 'Blackjack-v1')
+FAULTS = dict(raises='error', hangs='error', nan='invalid', text='invalid', nothing='invalid', list='invalid')
+
+
+class Faulty(Env):
+    "Answers with a reward that is none, or not at all."
+    def reset(self, task): self.fault = task['fault']; return 'What is 1 + 2?'
+    async def step(self, action):
+        if self.fault == 'raises': raise RuntimeError('the world broke')
+        if self.fault == 'hangs': await asyncio.sleep(60)
+        return '', dict(nan=float('nan'), text='1.0', nothing=None, list=[1.0])[self.fault], True, False, {}
+
+def gyms():
+    "Made where they are used: their classes are Python, not data."
+    return {g: from_gymnasium(g, describe=(lambda o, env: f'Your hand: {o[0]}. The dealer shows {o[1]}.') if g.startswith('Black') else None) for g in GYMS}
+
+class Mixture(Env):
+    "Each task names its environment."
+    @classmethod
+    def tasks(cls, n, seed):
+        every = [dict(t, of='reasoning') for f in FAMILIES for t in make_tasks(ReasoningGym, 1, seed, dataset=f)]
+        every += [dict(t, of=g) for g, env in gyms().items() for t in make_tasks(env, 1, seed)]
+        every += [dict(make_tasks(Calculator, 1, seed)[0], of='calculator'), dict(make_tasks(PythonTool, 1, seed)[0], of='python')]
+        return every + [dict(id=f'{f}-{seed}', fault=f, seed=seed, of='faulty') for f in FAULTS]
+    def __init__(self, **options): self.env = None
+    def reset(self, task):
+        self.env = dict(reasoning=ReasoningGym, calculator=Calculator, python=PythonTool, faulty=Faulty, **gyms())[task['of']]()
+        return self.env.reset(task)
+    def step(self, action): return self.env.step(action)
+    def close(self): return self.env.close() if self.env else None
+
+
+def test_all_of_them_run(tmp_path):
+    "Every environment gives its outcome; a faulty one costs its own rollouts and the run goes on."
+    seen = {}
+    async def main():
+        run = AsyncLoop(load_recipe('tiny', ['limits.max_turns=3', 'limits.max_new_tokens=8', 'limits.max_row_tokens=900', 'limits.step_timeout_s=3', 'engine.max_model_len=1024', 'pool.samples_per_group=2',
+                                             'pool.groups_per_batch=5', 'pool.filter_no_spread=false', 'pool.max_failure_rate=1.0', 'pool.max_staleness=5', f'out_dir={tmp_path}/run', 'show_rollouts=1']), agent=Mixture)
+        try:
+            await run.start(); rollout = run.pool.rollout
+            async def noted(task, *a):
+                t = await rollout(task, *a); seen.setdefault(task['id'], []).append(t); return t
+            run.pool.rollout = noted
+            for _ in range(5): await run.step()
+            while len(seen) < len(run.tasks): await run.step()
+            return run.tasks, run.history, run.pool.ledger()
+        finally: await run.close()
+    tasks, history, ledger = asyncio.run(main())
+    for t in tasks:
+        outcomes = {x.outcome for x in seen[t['id']]}
+        if t['of'] == 'faulty': assert outcomes == {FAULTS[t['fault']]} and all(x.reason for x in seen[t['id']]), (t, outcomes)
+        else: assert outcomes <= {'ok', 'truncated'}, (t['id'], [x.reason for x in seen[t['id']]])
+    assert sum(h['rollouts/error'] + h['rollouts/invalid'] for h in history) > 0 and all(h['sync/mismatch'] <= 1e-4 for h in history)
+    assert ledger['started'] == sum(v for k, v in ledger.items() if k != 'started')
+    print(Counter(x.outcome for ts in seen.values() for x in ts))
