@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['DEAD', 'RunError', 'ProcessDied', 'EngineLost', 'within', 'start_ray', 'actor', 'Router', 'EngineGroup']
 
-# %% ../nbs/21_router.ipynb #f8cbaacc
+# %% ../nbs/21_router.ipynb #ecd54b73
 import asyncio, contextlib, ctypes, logging, math, os, signal, sys, time
 from collections import Counter
 import ray
 from fastcore.basics import patch
 from .engines import EngineError
 
-# %% ../nbs/21_router.ipynb #ed181e91
+# %% ../nbs/21_router.ipynb #31096814
 class RunError(RuntimeError): "The run cannot start or go on; the message says which part failed and why."
 class ProcessDied(RunError): "An actor's process is gone."
 class EngineLost(ProcessDied): "An engine's core is gone, or must not be used any more."
@@ -33,7 +33,7 @@ async def within(
         raise (EngineLost if isinstance(e.cause, EngineError) else RunError)(f'{what} failed: {type(e.cause).__name__}: {e.cause}') from e
     except DEAD as e: raise ProcessDied(f'{what}: its process died. {str(e).splitlines()[0]}') from e
 
-# %% ../nbs/21_router.ipynb #84be3cee
+# %% ../nbs/21_router.ipynb #9e271f29
 def start_ray(
     num_cpus:int,           # of a local Ray: one for each actor
     address:str=None,       # 'auto' joins the cluster that is there; None starts a local Ray
@@ -50,7 +50,7 @@ def start_ray(
             ray.shutdown()
             if not left: raise RunError(f'Ray cannot start: {e}') from e
 
-# %% ../nbs/21_router.ipynb #11ff8055
+# %% ../nbs/21_router.ipynb #4bea4e4f
 def actor(
     cls,                # any class
     env:dict=None,      # environment variables of its process
@@ -67,7 +67,7 @@ def actor(
     Actor.__name__ = Actor.__qualname__ = cls.__name__
     return ray.remote(Actor).options(num_cpus=1, num_gpus=gpus, runtime_env=dict(env_vars=env or {}), **options)
 
-# %% ../nbs/21_router.ipynb #72765b0c
+# %% ../nbs/21_router.ipynb #4e01c7c6
 class Router:
     "Which engine serves a session. Sessions keep to their engine while its load is at most `slack` times the mean; else the least loaded takes them."
     def __init__(self, names, slack:float=1.25, remember:int=10_000):
@@ -92,7 +92,7 @@ class Router:
         while len(self.home) > self.remember: del self.home[next(iter(self.home))]
         return home if self.load[home] < room else least
 
-# %% ../nbs/21_router.ipynb #f365d21f
+# %% ../nbs/21_router.ipynb #6102adea
 class EngineGroup:
     "Engines as one: `await start()`, `async with lease(session)`, `members()`, `lost(name, why)`, `await close()`."
     def __init__(self,
@@ -115,7 +115,7 @@ class EngineGroup:
 
     def note(self, what): self.events.append((time.time(), what))
 
-# %% ../nbs/21_router.ipynb #e43674f3
+# %% ../nbs/21_router.ipynb #b86df15e
 @patch
 async def start(self:EngineGroup) -> dict:
     "Start all, side by side. Returns the first one's seconds by part. Raises RunError."
@@ -150,7 +150,7 @@ async def _replace(self:EngineGroup, name, why, old):
     try: await self.on_new() if self.on_new else None
     except Exception as e: self.fail(e)
 
-# %% ../nbs/21_router.ipynb #d302daaa
+# %% ../nbs/21_router.ipynb #0a74b9cd
 @patch
 async def _until(self:EngineGroup, found, what):
     "Wait until `found()` is true, while engines are being replaced."
