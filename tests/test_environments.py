@@ -45,7 +45,7 @@ def test_all_of_them_run(tmp_path):
     "Every environment gives its outcome; a faulty one costs its own rollouts and the run goes on."
     seen = {}
     async def main():
-        run = AsyncLoop(load_recipe('tiny', ['limits.max_turns=3', 'limits.max_new_tokens=8', 'limits.max_row_tokens=900', 'limits.step_timeout_s=3', 'engine.max_model_len=1024', 'pool.samples_per_group=2',
+        run = AsyncLoop(load_recipe('tiny', ['limits.max_turns=3', 'limits.max_new_tokens=8', 'limits.max_row_tokens=900', 'limits.step_timeout_s=15', 'engine.max_model_len=1024', 'pool.samples_per_group=2',
                                              'pool.groups_per_batch=5', 'pool.filter_no_spread=false', 'pool.max_failure_rate=1.0', 'pool.max_staleness=5', f'out_dir={tmp_path}/run', 'show_rollouts=1']), agent=Mixture)
         try:
             await run.start(); rollout = run.pool.rollout
