@@ -6,14 +6,14 @@
 __all__ = ['BUCKET_BYTES', 'make_manifest', 'cut', 'view', 'gloo_group', 'from_rank0', 'Sender', 'SyncError', 'free_address',
            'WeightSync']
 
-# %% ../nbs/23_weight_sync.ipynb #2a8789fd
+# %% ../nbs/23_weight_sync.ipynb #aeb73600
 import asyncio, math, socket, time
 from datetime import timedelta
 import torch
 from fastcore.basics import patch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-# %% ../nbs/23_weight_sync.ipynb #aae4b9c6
+# %% ../nbs/23_weight_sync.ipynb #175e282d
 BUCKET_BYTES = 16 << 20    # raw gloo on two idle cores: 3.6 GB/s in buckets of 16 MiB, 1.8 in buckets of 1 MiB
 
 def make_manifest(named_tensors, dtype:str='float32', bucket_bytes:int=BUCKET_BYTES) -> dict:
@@ -33,7 +33,7 @@ def cut(manifest:dict) -> list:
 
 def view(flat, dtype, shape, start, stop): return flat[start:stop].view(dtype).view(shape)
 
-# %% ../nbs/23_weight_sync.ipynb #6c5f6324
+# %% ../nbs/23_weight_sync.ipynb #43778337
 def gloo_group(host, port, rank, world, timeout_s=120.0):
     "A process group of its own, beside any other in this process. Rank 0 listens at `port`. Raises when not all have come in time."
     t = timedelta(seconds=timeout_s)
@@ -88,7 +88,7 @@ def _checked(named_tensors, manifest):
         yield name, (tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor).detach()
     if i + 1 < len(want): raise ValueError(f'{want[i+1][0]!r} was promised by the manifest and never came')
 
-# %% ../nbs/23_weight_sync.ipynb #dd18fd4e
+# %% ../nbs/23_weight_sync.ipynb #e0d662bf
 class SyncError(RuntimeError):
     """A publication failed. `.failed`: engine name -> reason; those must be replaced, not resumed (empty when only the policy failed before anything was sent).
     `.policy`: exceptions of the policy's ranks. A broken connection is the engines' doing; anything else is the policy's own."""
@@ -109,7 +109,7 @@ def _broken(results): return [r for r in results if isinstance(r, BaseException)
 
 def _reason(e): return 'no answer in time (sync.timeout_s)' if isinstance(e, TimeoutError) else str(getattr(e, 'cause', None) or e).strip().splitlines()[-1]
 
-# %% ../nbs/23_weight_sync.ipynb #370c71dc
+# %% ../nbs/23_weight_sync.ipynb #6aee2a21
 class WeightSync:
     "From policy ranks to engines. `await connect(engines)` once, and again after every SyncError or restart; `await publish(version)` at each new version."
     def __init__(self, policies:list, timeout_s:float=600.0):   # Ray actor handles of all policy ranks; seconds that any one step may take
@@ -137,7 +137,7 @@ class WeightSync:
             e.failed = {n: _reason(r) for n, r in zip(engines, alive) if isinstance(r, BaseException)} or e.failed; raise
         self.manifest, self.epoch = manifests[0], self.epoch + 1
 
-# %% ../nbs/23_weight_sync.ipynb #382b5596
+# %% ../nbs/23_weight_sync.ipynb #c57706c5
 @patch
 async def publish(self:WeightSync, version:int, in_flight:str='reprefill') -> dict:
     """Give all engines the policy's weights as `version`. `in_flight`: 'reprefill', 'continue' or 'drain' (21_engines). Returns seconds by part.
