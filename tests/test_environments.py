@@ -46,7 +46,7 @@ def test_all_of_them_run(tmp_path):
     seen = {}
     async def main():
         run = AsyncLoop(load_recipe('tiny', ['limits.max_turns=3', 'limits.max_new_tokens=8', 'limits.max_row_tokens=900', 'limits.step_timeout_s=15', 'engine.max_model_len=1024', 'pool.samples_per_group=2',
-                                             'pool.groups_per_batch=5', 'pool.filter_no_spread=false', 'pool.max_failure_rate=1.0', 'pool.max_staleness=5', f'out_dir={tmp_path}/run', 'show_rollouts=1']), agent=Mixture)
+                                             'pool.groups_per_batch=5', 'pool.filter_no_spread=false', 'pool.max_failure_rate=1.0', 'pool.max_staleness=5', 'algorithm.kl_coef=1e-3', f'out_dir={tmp_path}/run', 'show_rollouts=1']), agent=Mixture)
         try:
             await run.start(); rollout = run.pool.rollout
             async def noted(task, *a):
@@ -62,5 +62,6 @@ def test_all_of_them_run(tmp_path):
         if t['of'] == 'faulty': assert outcomes == {FAULTS[t['fault']]} and all(x.reason for x in seen[t['id']]), (t, outcomes)
         else: assert outcomes <= {'ok', 'truncated'}, (t['id'], [x.reason for x in seen[t['id']]])
     assert sum(h['rollouts/error'] + h['rollouts/invalid'] for h in history) > 0 and all(h['sync/mismatch'] <= 1e-4 for h in history)
+    assert all('loss/kl' in h for h in history) and abs(history[0]['loss/kl']) < 1e-6 and history[-1]['loss/kl'] > 0     # the reference is where training starts from
     assert ledger['started'] == sum(v for k, v in ledger.items() if k != 'started')
     print(Counter(x.outcome for ts in seen.values() for x in ts))
