@@ -221,6 +221,7 @@ async def _probe(self:AsyncLoop, name, engine, version):
     mine = np.asarray(scores[0])[len(self.probe):]
     return _compare(self.tokenizer.convert_ids_to_tokens(turn.ids), np.array(turn.logprobs), mine, turn.versions, version, self.recipe.tolerance)
 
+# %% ../nbs/20_async_loop.ipynb #318f5cf0
 @patch
 async def _rejoin(self:AsyncLoop):
     "A replaced engine runs. The next publication takes it in; if no other engine serves, that is now. The lock keeps it apart from an update of the weights."

@@ -191,6 +191,7 @@ async def start(self:Engine) -> dict:
         raise EngineError(f'{self.name} could not start: {why}') from None
     return dict(zip(('import', 'core', 'check', 'warm'), (round(b - a, 2) for a, b in zip(t, t[1:]))))
 
+# %% ../nbs/21_engines.ipynb #c8ac6a6a
 @patch
 def _watch(self:Engine, loop):
     "Complete `_death` when the core's sentinel, a file descriptor, says that it is gone."

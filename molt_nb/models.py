@@ -88,6 +88,7 @@ def calculator_lessons(low, high, right=1.0, n=2000, seed=0) -> list:
         out.append(rng.choice([[ask, {**call, 'content': f'<calc>{wrong}</calc>'}, told, said], [ask, said]]))
     return out
 
+# %% ../nbs/28_models.ipynb #b99338c5
 def _lessons(t, right, copies):
     if t.get('lessons') == 'calculator': return calculator_lessons(t['low'], t['high'], right, seed=t['seed'] + copies)
     return sum_lessons(t['low'], t['high'], right, copies, t['seed'])
@@ -158,6 +159,7 @@ def known_experts(name) -> int:
     from molt_nb.policy import n_experts
     return KNOWN[str(name)][1].get('experts', 0) if str(name) in KNOWN else n_experts(known_model(name))
 
+# %% ../nbs/28_models.ipynb #b848ec33
 def model_dir(
     name,                 # tiny | tiny-moe | tiny-calc | smollm2 | a directory with a Hugging Face checkpoint
 ) -> Path:                # the directory, complete

@@ -145,6 +145,7 @@ def build(self:Policy, address:str=None) -> dict:
     t.append(time.time())
     return dict(zip(('import', 'join', 'load'), (b - a for a, b in zip(t, t[1:]))))
 
+# %% ../nbs/22_policy.ipynb #76fba93c
 def quiet():
     "GPU kernels that do not load on a CPU, deprecations inside the stack and progress bars are no news."
     os.environ.update(TRANSFORMERS_VERBOSITY='error', HF_HUB_DISABLE_PROGRESS_BARS='1')
@@ -325,6 +326,7 @@ def _accumulate(self:Policy, rows, loss, entropy=False) -> dict:
         sums = add_stats(sums, stats)
     return sums
 
+# %% ../nbs/22_policy.ipynb #103c2a0d
 @patch
 def _balance(self:Policy, share) -> dict:
     "Give the balance loss of the micro-batch just run its weight, `share` of the window's. Returns the pairs that describe the routing."
@@ -347,6 +349,7 @@ def _reduce(self:Policy, windows:list, own:dict, more=()) -> list:
     every = self._of_all_ranks(torch.stack([pack_stats(w, names) for w in (*windows, own)]))
     return [reduce_stats(every[:, i], names) for i in range(every.shape[1])]
 
+# %% ../nbs/22_policy.ipynb #6f277bc2
 @patch
 def _may_train(self:Policy):
     if self.optimizer is None: raise PolicyError('this policy is ' + ('frozen: it only scores' if self.frozen else 'not built: call build() first'))

@@ -72,7 +72,7 @@ class SyncConfig:
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
-    model: str = 'tiny'                 # tiny | tiny-moe | smollm2 | a directory with a Hugging Face checkpoint
+    model: str = 'tiny'                 # tiny | tiny-moe | tiny-calc | smollm2 | a directory with a Hugging Face checkpoint
     steps: int = 20                     # training batches
     seed: int = 0                       # of task order and sampling
     out_dir: str | None = None          # metrics and the recipe; None makes runs/<time>-<model> in the project

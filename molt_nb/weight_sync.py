@@ -44,6 +44,7 @@ def from_rank0():
     o = BroadcastOptions(); o.rootRank = o.rootTensor = 0
     return o
 
+# %% ../nbs/23_weight_sync.ipynb #becc2f21
 class Sender:
     """Transfer rank 0, in policy rank 0. `Sender(host, port, world).send(named_tensors, manifest)`; the other policy ranks have no Sender and only
     iterate their own named tensors, so that gathers (`full_tensor`) meet."""
