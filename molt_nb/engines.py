@@ -116,15 +116,15 @@ class Engine:
         if not (self.path/'config.json').is_file():
             raise EngineError(f"{name}: '{self.path.name}' is no checkpoint directory (no config.json in it): write the path of one, as `model_dir` returns it")
 
-# %% ../nbs/21_engines.ipynb #555b2e97
+# %% ../nbs/21_engines.ipynb #e1dc0323
 @patch
-def _params(self:Engine, max_tokens, seed):
-    "vLLM's sampling parameters with nothing left to a default. Text is never made; the log-prob of the sampled id only."
+def _params(self:Engine, max_tokens, seed, **told):
+    "vLLM's sampling parameters with nothing left to a default. Text is not made, and the log-prob is the sampled id's only, unless `told` otherwise."
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
-    return SamplingParams(**asdict(self.sampling), n=1, seed=seed, max_tokens=max_tokens, min_tokens=0, ignore_eos=False, stop=[], stop_token_ids=[],
+    return SamplingParams(**{**asdict(self.sampling), **dict(n=1, seed=seed, max_tokens=max_tokens, min_tokens=0, ignore_eos=False, stop=[], stop_token_ids=[],
         presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=[],
-        logprobs=0, flat_logprobs=True, prompt_logprobs=None, detokenize=False, watermarking=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        logprobs=0, flat_logprobs=True, prompt_logprobs=None, detokenize=False, watermarking=False, output_kind=RequestOutputKind.FINAL_ONLY), **told})
 
 @patch
 async def _check_sampling(self:Engine):
@@ -228,7 +228,7 @@ async def _guard(self:Engine, work, what, timeout=None):
     finally:
         if not task.done(): task.cancel(); await asyncio.wait({task}, timeout=5)
 
-# %% ../nbs/21_engines.ipynb #eadb70ff
+# %% ../nbs/21_engines.ipynb #9570746c
 def _version(name): return 0 if name == 'default' else int(name)
 
 @patch
@@ -242,13 +242,19 @@ def _turn(self:Engine, out):
     return Turn(ids, logprobs, versions, c.finish_reason, cached=out.num_cached_tokens or 0)
 
 @patch
-async def _submit(self:Engine, ids, max_tokens, seed, rid):
+async def _submit(self:Engine, ids, params, rid):
+    "vLLM's outputs as they come; none if the request was aborted while it waited at the gate."
     async with self._gate: await self._gate.wait_for(lambda: self._open or self._live[rid] or self.spoiled)
-    if self._live[rid]: return Turn([], [], [], 'abort')
+    if self._live[rid]: return
     if self.spoiled: raise EngineError(f'{self.name} must be replaced; {self.spoiled}')
     prompt = {'type': 'token', 'prompt_token_ids': list(ids), 'cache_salt': f'version {self.version}'}
-    async for out in self.llm.generate(prompt, self._params(max_tokens, seed), rid): pass
-    return self._turn(out)
+    async for out in self.llm.generate(prompt, params, rid): yield out
+
+@patch
+def _admit(self:Engine, ids, rid):
+    if not 0 < len(ids) < (n := self.config.max_model_len): raise ValueError(f'{self.name}: a prompt of {len(ids)} ids; it needs 1 to {n - 1} (max_model_len - 1)')
+    if rid in self._live: raise ValueError(f'{self.name}: request id {rid!r} is in use')
+    self._live[rid] = False
 
 @patch
 async def generate(self:Engine,
@@ -258,12 +264,31 @@ async def generate(self:Engine,
                    request_id:str=None    # to abort it by; made up when None
                   ) -> Turn:
     "Sample one continuation. Raises ValueError for a prompt that does not fit, EngineError when the core is dead or too slow."
-    if not 0 < len(ids) < (n := self.config.max_model_len): raise ValueError(f'{self.name}: a prompt of {len(ids)} ids; it needs 1 to {n - 1} (max_model_len - 1)')
     rid = request_id or f'{self.name}-{next(self._count)}'
-    if rid in self._live: raise ValueError(f'{self.name}: request id {rid!r} is in use')
-    self._live[rid] = False
-    try: return await self._guard(self._submit(ids, max_tokens, seed, rid), f'request {rid}')
+    async def last():
+        out = None
+        async for out in self._submit(ids, self._params(max_tokens, seed), rid): pass
+        return self._turn(out) if out else Turn([], [], [], 'abort')
+    self._admit(ids, rid)
+    try: return await self._guard(last(), f'request {rid}')
     finally: del self._live[rid]
+
+# %% ../nbs/21_engines.ipynb #ea685d30
+@patch
+async def stream(self:Engine,
+                 ids:list[int],        # the prompt
+                 params,               # a SamplingParams of vLLM: what the client wishes
+                 request_id:str,       # to abort it by
+                 free:bool=False):     # True: sample as the client wishes; for what is not trained, such as a judge
+    "vLLM's RequestOutputs as they come. Raises as `generate` does."
+    wishes = {f: getattr(params, f) for f in ('stop', 'include_stop_str_in_output', 'skip_special_tokens', 'spaces_between_special_tokens', 'output_kind')}
+    if not free: params = self._params(params.max_tokens, params.seed, **wishes, logprobs=max(0, params.logprobs or 0), flat_logprobs=False, detokenize=True)
+    self._admit(ids, request_id); outs = self._submit(ids, params, request_id)
+    try:
+        while True: yield await self._guard(anext(outs), f'request {request_id}')
+    except StopAsyncIteration: pass
+    finally:
+        await outs.aclose(); del self._live[request_id]
 
 # %% ../nbs/21_engines.ipynb #5f44e37a
 @patch

@@ -10,7 +10,7 @@ import random
 from .batches import make_batch
 from .tokens import Renderer, Segment, Trajectory, Turn
 
-# %% ../nbs/27_sft.ipynb #a11cbf30
+# %% ../nbs/27_sft.ipynb #53e9ce8b
 def written_segment(
     messages,           # list of dicts with role and content; every assistant message is learned
     renderer:Renderer,
@@ -29,9 +29,10 @@ def written_segment(
 def supervised_rows(
     conversations,      # list of message lists
     tokenizer,          # with a chat template
+    **options,          # handed to the template: tools, ...
 ):                      # -> Rows
     "Padded rows whose trainable tokens are the assistant's."
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, **options)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     written = [Trajectory([written_segment(c, renderer)], 0., 'ok', {}, f't{i}', f'g{i}', f'r{i}') for i, c in enumerate(conversations)]
     return make_batch(written, pad)[1]

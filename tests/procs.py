@@ -22,6 +22,7 @@ class Marked:
     def __init__(self, cmd, cwd=ROOT, **env):
         self.before, self.log = set(descendants()), tempfile.NamedTemporaryFile('w+b')
         self.p = subprocess.Popen(cmd, cwd=cwd, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
+                                  preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),      # a shell's background job hands on an ignored Ctrl-C
                                   env={**os.environ, 'OMP_NUM_THREADS': '1', 'MPLBACKEND': 'agg', 'PYTHONUNBUFFERED': '1', **env})
 
     def out(self): return Path(self.log.name).read_text(errors='replace')
