@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['HARMLESS', 'NEUTRAL', 'CALL', 'PATHS', 'ChatError', 'plain_messages', 'prefix_keys', 'Sampled', 'Plan', 'Tree',
-           'sanitize', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
+           'ChatConfig', 'sanitize', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
 
-# %% ../nbs/02_chat_server.ipynb #0a4de0e2
+# %% ../nbs/02_chat_server.ipynb #8ae35f00
 import asyncio, concurrent.futures, contextlib, contextvars, hashlib, json, re, secrets, threading, traceback
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from fastcore.basics import patch
@@ -122,6 +122,17 @@ class Tree:
         new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), list(plan.ids), turn, row, len(row))
         self.turns.setdefault(new.key, []).insert(0, new)
 
+# %% ../nbs/02_chat_server.ipynb #4b9f2180
+@dataclass
+class ChatConfig:
+    "How the requests of a ChatAgent are served."
+    tool_parser: str | None = None          # vLLM's name of the parser that reads tool calls out of the text: hermes, qwen3_xml, llama3_json, ...
+    reasoning_parser: str | None = None     # the same for thoughts: qwen3, deepseek_r1, ...
+    on_change: str = 'override'             # override | refuse: what becomes of a request that would change the sampled distribution
+    judge: str | None = None                # a model that the reward may ask, on an engine of its own: a name or a directory, never trained
+    max_request_mb: int = 4                 # MiB of one request
+    max_messages: int = 2000                # messages of one request
+
 # %% ../nbs/02_chat_server.ipynb #6f4a40f0
 HARMLESS = dict(
     chat='messages stream stream_options tools parallel_tool_calls max_tokens max_completion_tokens stop n logprobs top_logprobs user metadata store service_tier chat_template_kwargs include_reasoning prompt_cache_key safety_identifier',
@@ -185,7 +196,7 @@ class Judge(Session):
     "A session beside the rollout: answers are free, and none is trained."
     trained = False
 
-# %% ../nbs/02_chat_server.ipynb #bd72380b
+# %% ../nbs/02_chat_server.ipynb #9d3a3700
 CALL = contextvars.ContextVar('call', default=None)      # the request that vLLM's handlers are working on
 
 class Call:
@@ -198,7 +209,8 @@ class Call:
     def read(self, messages, tools, options) -> list[int]:
         "The prompt's ids. ChatError, RenderError."
         renderer, root = self.wires.renderer(tools, options)
-        self.plan = self.session.tree.plan(plain_messages(messages), renderer, root)
+        if not (plain := plain_messages(messages)): raise ChatError('there are no messages: send at least one')
+        self.plan = self.session.tree.plan(plain, renderer, root)
         return self.plan.ids
 
     def earlier(self):
@@ -220,7 +232,7 @@ class Call:
     async def _repeat(self, old):
         for out in old.outs: yield out
 
-# %% ../nbs/02_chat_server.ipynb #7187e54d
+# %% ../nbs/02_chat_server.ipynb #ea71c636
 @patch
 async def _sample(self:Call, params, request_id):
     "Ask the engine for `params.n` samples, side by side."
@@ -260,7 +272,8 @@ async def _one(self:Call, i, params, request_id, queue):
         if not s.gone.done(): s.gone.set_result(e)
         queue.put_nowait((i, None, e))
     finally:
-        if not ended: await asyncio.shield(s.abort(request_id))
+        if not ended:
+            with contextlib.suppress(Exception): await asyncio.shield(s.abort(request_id))      # a dead engine has nothing to abort
 
 @patch
 def _record(self:Call, ids, logprobs, text, out):
@@ -353,7 +366,7 @@ def said(self:Wires, request, text, ids) -> dict:
     if getattr(request, 'parallel_tool_calls', True) is False: calls = (calls or [])[:1]
     return plain_messages([dict(role='assistant', content=text, tool_calls=[dict(function=dict(name=c.name, arguments=c.arguments)) for c in calls or ()])])[0]
 
-# %% ../nbs/02_chat_server.ipynb #439e8246
+# %% ../nbs/02_chat_server.ipynb #3fbe6f31
 PATHS = {'/v1/chat/completions': 'chat', '/v1/responses': 'responses', '/v1/messages': 'anthropic', '/v1/messages/count_tokens': 'anthropic', '/v1/models': 'models'}
 _KINDS = {400: 'invalid_request_error', 401: 'authentication_error', 403: 'permission_error', 404: 'not_found_error', 405: 'invalid_request_error', 408: 'timeout_error', 413: 'request_too_large', 415: 'invalid_request_error',
           422: 'invalid_request_error', 429: 'rate_limit_error', 503: 'overloaded_error'}
@@ -381,15 +394,16 @@ async def _read(receive, limit, seconds=30):
                 m = await receive()
                 if m['type'] == 'http.disconnect': raise ConnectionResetError
                 data += m.get('body', b''); more = m.get('more_body', False)
-                if len(data) > limit: raise _Refused(413, f'the request is larger than {limit >> 20} MiB')
+                if len(data) > limit: raise _Refused(413, f'the request is larger than {limit >> 20} MiB (chat.max_request_mb)')
     except TimeoutError: raise _Refused(408, f'the request did not come within {seconds} s') from None
     return data
 
-# %% ../nbs/02_chat_server.ipynb #9e47e3ff
+# %% ../nbs/02_chat_server.ipynb #cf534a21
 class Gate:
     "ASGI: sessions by key, bounds, the policy on sampling fields, each wire's errors; then vLLM's app."
-    def __init__(self, sampling, on_change='override', max_body=4 << 20, max_messages=2000):
-        self.sampling, self.on_change, self.max_body, self.max_messages, self.sessions = sampling, on_change, max_body, max_messages, {}      # key -> (Session, Wires)
+    def __init__(self, sampling, config):
+        self.sampling, self.config = sampling, config
+        self.sessions, self.faults = {}, deque(maxlen=20)       # key -> (Session, Wires); tracebacks of our own mistakes, for people
 
     async def __call__(self, scope, receive, send):
         if scope['type'] != 'http': return
@@ -397,6 +411,7 @@ class Gate:
         try: await self._serve(dict(scope, path=path, raw_path=path.encode()), wire, receive, send)
         except _Refused as e: await _reply(send, e.status, _envelope(wire, e.status, str(e)))
         except ConnectionResetError: pass
+        except Exception: self.faults.append(traceback.format_exc())     # vLLM's app has answered 500 already, and raises what it was
 
     async def _serve(self, scope, wire, receive, send):
         headers = {k.decode('latin1').lower(): v.decode('latin1') for k, v in scope['headers']}
@@ -404,18 +419,17 @@ class Gate:
         if key not in self.sessions: raise _Refused(401, 'no session has this key: use chat.api_key of the rollout that runs now')
         if wire is None: raise _Refused(404, f'there is no {scope["path"]} here; there are {", ".join(PATHS)}')
         if scope['method'] != ('GET' if wire == 'models' else 'POST'): raise _Refused(405, f'{scope["path"]} does not take {scope["method"]}')
-        session, wires = self.sessions[key]; data, notes, retry = await _read(receive, self.max_body), [], headers.get('x-stainless-retry-count', '0')
+        session, wires = self.sessions[key]; data, notes, retry = await _read(receive, self.config.max_request_mb << 20), [], headers.get('x-stainless-retry-count', '0')
         if session.gone.done(): raise _Refused(503, 'the engine of this session is gone; the rollout ends')
         if wire != 'models': data, notes = self._clean(data, wire, session, wires.name)
         call = Call(session, wires, hashlib.blake2b(scope['path'].encode() + data).hexdigest(), int(retry) if retry.isdigit() else 0)
-        token, sent = CALL.set(call), False
+        CALL.set(call); sent = False
         async def again():
             nonlocal sent
             if sent: return await receive()                              # blocks until the client goes away
             sent = True; return dict(type='http.request', body=data, more_body=False)
         scope['headers'] = [(k, v) for k, v in scope['headers'] if k != b'content-length'] + [(b'content-length', str(len(data)).encode())]
-        try: await wires.app(scope, again, _Sender(send, wire, notes))
-        finally: CALL.reset(token)
+        await wires.app(scope, again, _Sender(send, wire, notes))
 
     def _clean(self, data, wire, session, name):
         "The body without what would change the distribution, and the notes. vLLM answers for what is no JSON object."
@@ -423,11 +437,11 @@ class Gate:
         except (ValueError, RecursionError): return data, []
         if not isinstance(body, dict): return data, []
         talk = body.get('input' if wire == 'responses' else 'messages')
-        if isinstance(talk, list) and len(talk) > self.max_messages: raise _Refused(413, f'{len(talk)} messages; at most {self.max_messages} are taken')
+        if isinstance(talk, list) and len(talk) > (most := self.config.max_messages): raise _Refused(413, f'{len(talk)} messages; at most {most} are taken (chat.max_messages)')
         if not session.trained: body['model'] = name; return json.dumps(body).encode(), []
         try: notes = sanitize(wire, body, self.sampling, name)
         except ChatError as e: raise _Refused(400, str(e)) from None
-        if notes and self.on_change == 'refuse': raise _Refused(400, 'this would change what is sampled (chat.on_change is refuse): ' + '; '.join(notes))
+        if notes and self.config.on_change == 'refuse': raise _Refused(400, 'this would change what is sampled (chat.on_change is refuse): ' + '; '.join(notes))
         session.notes.update(notes); return json.dumps(body).encode(), notes
 
 # %% ../nbs/02_chat_server.ipynb #fd7741b0
@@ -450,7 +464,7 @@ def _message(body):
     try: return str(json.loads(body)['error']['message'])
     except (ValueError, KeyError, TypeError): return body.decode(errors='replace')[:500]
 
-# %% ../nbs/02_chat_server.ipynb #b4b6d9d6
+# %% ../nbs/02_chat_server.ipynb #22b25a5a
 @dataclass
 class Chat:
     "What an agent gets: where to talk, and as whom."
@@ -464,16 +478,13 @@ class ChatServer:
     def __init__(self,
         model_path,                 # the policy's checkpoint: tokenizer, template, configuration
         sampling,                   # the recipe's Sampling
-        tool_parser=None,           # vLLM's name of the parser for tool calls: hermes, qwen3_xml, llama3_json, ...
-        reasoning_parser=None,      # of the parser for thoughts: qwen3, deepseek_r1, ...
-        on_change='override',       # or 'refuse': what happens to a request that would change the distribution
+        config:ChatConfig=None,
         judge_path=None,            # the judge's checkpoint
-        max_body=4 << 20,           # bytes of a request
-        max_messages=2000,          # of a request
     ):
-        self.wires = Wires(model_path, 'policy', tool_parser, reasoning_parser)
+        c = config or ChatConfig()
+        self.wires = Wires(model_path, 'policy', c.tool_parser, c.reasoning_parser)
         self.judge_wires = Wires(judge_path, 'judge') if judge_path else None
-        self.gate = Gate(sampling, on_change, max_body, max_messages)
+        self.gate = Gate(sampling, c)
 
     def start(self) -> str:
         "Listen; returns the address."

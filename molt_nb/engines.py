@@ -273,7 +273,7 @@ async def generate(self:Engine,
     try: return await self._guard(last(), f'request {rid}')
     finally: del self._live[rid]
 
-# %% ../nbs/21_engines.ipynb #ea685d30
+# %% ../nbs/21_engines.ipynb #359aaef5
 @patch
 async def stream(self:Engine,
                  ids:list[int],        # the prompt
@@ -289,6 +289,13 @@ async def stream(self:Engine,
     except StopAsyncIteration: pass
     finally:
         await outs.aclose(); del self._live[request_id]
+
+@patch
+async def answer(self:Engine, ids:list[int], params, request_id:str, free:bool=False):
+    "The last output of `stream`: one reply instead of a stream of them, for clients that do not stream."
+    out = None
+    async for out in self.stream(ids, params, request_id, free): pass
+    return out
 
 # %% ../nbs/21_engines.ipynb #5f44e37a
 @patch

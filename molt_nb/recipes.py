@@ -6,13 +6,14 @@
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
            'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
-# %% ../nbs/26_recipes.ipynb #93103905
-import dataclasses, difflib, inspect, re, types, typing
+# %% ../nbs/26_recipes.ipynb #d3cd3764
+import dataclasses, difflib, importlib.util, inspect, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from fastcore.basics import patch
 from .agents import Limits
+from .chat_server import ChatConfig
 from .engines import EngineConfig, Sampling
 from .estimators import Shaping, shaping_faults
 from .policy import PolicyConfig
@@ -68,11 +69,11 @@ class SyncConfig:
     reason: str = 'fp32 on both sides agrees to 1e-5 or better on CPU; 1e-4 leaves room for another order of summation'
     timeout_s: float = 120.0
 
-# %% ../nbs/26_recipes.ipynb #b3c76f2d
+# %% ../nbs/26_recipes.ipynb #9289dfb7
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
-    model: str = 'tiny'                 # tiny | tiny-moe | tiny-calc | smollm2 | a directory with a Hugging Face checkpoint
+    model: str = 'tiny'                 # tiny | tiny-moe | tiny-calc | tiny-tools | smollm2 | a directory with a Hugging Face checkpoint
     steps: int = 20                     # training batches
     seed: int = 0                       # of task order and sampling
     out_dir: str | None = None          # metrics and the recipe; None makes runs/<time>-<model> in the project
@@ -84,6 +85,7 @@ class Recipe:
     save: bool = False                  # write the trained model to out_dir/model at the end
     task: TaskConfig = field(default_factory=TaskConfig)
     limits: Limits = field(default_factory=Limits)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     sampling: Sampling = field(default_factory=Sampling)
     engine: EngineConfig = field(default_factory=EngineConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -92,14 +94,16 @@ class Recipe:
     pool: PoolConfig = field(default_factory=PoolConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-# %% ../nbs/26_recipes.ipynb #ffc12094
+# %% ../nbs/26_recipes.ipynb #9d613c3a
 def _fast_bf16(device:str) -> bool:
     import torch
     return device == 'cuda' or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 @patch
 def resolve(self:Recipe) -> Recipe:
-    "Replace every 'auto' by what it means on this machine. The trainer publishes weights in the engine's precision."
+    "Replace every 'auto' by what it means on this machine. The trainer publishes weights in the engine's precision. An agent's file is looked for here, then in the project."
+    file = self.task.agent.rpartition(':')[0] or self.task.agent
+    if file.endswith(('.py', '.ipynb')) and not Path(file).is_file() and (project_dir()/file).is_file(): self.task.agent = str(project_dir()/self.task.agent)
     fast = _fast_bf16(self.device)
     if self.engine.dtype == 'auto': self.engine.dtype = 'bfloat16' if fast else 'float32'
     if self.policy.autocast == 'auto': self.policy.autocast = 'bfloat16' if fast else None
@@ -222,11 +226,11 @@ def _algorithm_faults(r):
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #ed099de7
+# %% ../nbs/26_recipes.ipynb #0fdf8f7b
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
-                'limits.max_turns', 'limits.max_new_tokens', 'engine.max_model_len', 'engine.max_num_seqs', 'policy.micro_batch_tokens', 'policy.ranks', 'policy.replicas', 'policy.expert_parallel', 'algorithm.updates_per_batch', 'sync.probe_tokens')
+                'limits.max_turns', 'limits.max_new_tokens', 'engine.max_model_len', 'engine.max_num_seqs', 'policy.micro_batch_tokens', 'policy.ranks', 'policy.replicas', 'policy.expert_parallel', 'algorithm.updates_per_batch', 'sync.probe_tokens', 'chat.max_request_mb', 'chat.max_messages')
     for path in positive:
         at = r
         for part in path.split('.'): at = getattr(at, part)
@@ -244,7 +248,7 @@ def _size_faults(r):
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #812f36ba
+# %% ../nbs/26_recipes.ipynb #53e3907b
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -253,7 +257,7 @@ def _choice_faults(r):
         if getattr(s, name) != off: yield f"'sampling.{name}'={getattr(s, name)} changes the engine's distribution in a way that the trainer's forward does not: every ratio would be biased; write {off}"
     if r.device not in ('cpu', 'cuda'): yield f"'device' is {r.device!r}; write cpu or cuda"
     choices = {'sync.in_flight': ('reprefill', 'continue', 'drain'), 'engine.dtype': ('auto', 'float32', 'bfloat16'), 'policy.autocast': (None, 'auto', 'bfloat16'),
-               'policy.schedule': tuple(SCHEDULES), 'algorithm.aggregation': ('token_mean', 'seq_mean', 'prompt_mean', 'fixed')}
+               'chat.on_change': ('override', 'refuse'), 'policy.schedule': tuple(SCHEDULES), 'algorithm.aggregation': ('token_mean', 'seq_mean', 'prompt_mean', 'fixed')}
     for path, allowed in choices.items():
         group, leaf = path.split('.'); value = getattr(getattr(r, group), leaf)
         if value not in allowed: yield f"'{path}' is {value!r}; write one of {', '.join(map(str, allowed))}"
@@ -262,7 +266,19 @@ def _choice_faults(r):
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
     if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ: run a few steps with sync.bf16_tolerance=10, read the largest sync/mismatch, write twice that and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #2ae2c326
+# %% ../nbs/26_recipes.ipynb #cbc03c22
+def _chat_faults(r, agent):
+    "Parsers are named in vLLM's own tables, which are read without importing it; that takes ten seconds."
+    from molt_nb.agents import ChatAgent
+    from molt_nb.models import known_model
+    if not issubclass(agent, ChatAgent): yield from (f"'chat.{k}' is {getattr(r.chat, k)!r}, and {r.task.agent} is no ChatAgent: leave it out" for k in ('tool_parser', 'reasoning_parser', 'judge') if getattr(r.chat, k)); return
+    for kind in ('tool', 'reasoning'):
+        name, table = getattr(r.chat, f'{kind}_parser'), Path(importlib.util.find_spec('vllm').origin).parent/('tool_parsers' if kind == 'tool' else 'reasoning')/'__init__.py'
+        known = re.findall(r'^    "([^"]+)": \(', table.read_text(), re.M)
+        if name is not None and name not in known: yield f"'chat.{kind}_parser': there is no {name!r}; write one of {', '.join(difflib.get_close_matches(name, known, 3, .4) or known)}"
+    try: known_model(r.chat.judge or r.model)
+    except Exception as e: yield f"'chat.judge': {e}"
+
 def _outside_faults(r):
     from molt_nb.agents import load_agent, make_tasks
     from molt_nb.models import known_experts, known_model
@@ -274,6 +290,7 @@ def _outside_faults(r):
         for model in dict.fromkeys((r.model, r.algorithm.reference or r.model)): yield from (f"'policy' ({model}): {f}" for f in layout_faults(r.policy, r.policy.ranks, known_experts(model)))
     try: agent = load_agent(r.task.agent)
     except Exception as e: yield f"'task.agent': {e}"; return
+    yield from _chat_faults(r, agent)
     known = inspect.signature(agent.tasks).parameters
     wrong = [] if any(p.kind is p.VAR_KEYWORD for p in known.values()) else [k for k in r.task.options if k not in known or k in ('n', 'seed')]
     for k in wrong: yield f"'task.options': {r.task.agent} takes no '{k}'; it takes {', '.join(p for p in known if p not in ('n', 'seed')) or 'no options'}; where the recipe wrote it, add task.options={{}}"

@@ -68,13 +68,15 @@ def actor(
     Actor.__name__ = Actor.__qualname__ = cls.__name__
     return ray.remote(Actor).options(num_cpus=1, num_gpus=gpus, runtime_env=dict(env_vars=env or {}), **options)
 
-# %% ../nbs/21_router.ipynb #4d61f737
+# %% ../nbs/21_router.ipynb #c5d2a553
 def chat_outputs(
     engine,         # actor handle of an Engine
 ):
     "(outputs, abort) of that engine, for a chat session."
     async def outputs(ids, params, request_id, free=False):
-        async for ref in engine.stream.remote(ids, params, request_id, free): yield await ref
+        if params.output_kind.name == 'DELTA':
+            async for ref in engine.stream.remote(ids, params, request_id, free): yield await ref
+        elif out := await engine.answer.remote(ids, params, request_id, free): yield out
     async def abort(request_id): await engine.abort.remote(request_id)
     return outputs, abort
 
@@ -126,13 +128,13 @@ class EngineGroup:
 
     def note(self, what): self.events.append((time.time(), what))
 
-# %% ../nbs/21_router.ipynb #b86df15e
+# %% ../nbs/21_router.ipynb #1f754b84
 @patch
 async def start(self:EngineGroup) -> dict:
     "Start all, side by side. Returns the first one's seconds by part. Raises RunError."
     parts = await asyncio.gather(*(within(h.start.remote(), self.start_timeout_s + 60, n) for n, h in self.handles.items()))
     for n, h in self.handles.items(): self._go(self._watch(n, h))
-    return parts[0]
+    return parts[0] if parts else {}
 
 @patch
 async def _watch(self:EngineGroup, name, handle):
