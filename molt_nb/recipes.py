@@ -69,12 +69,13 @@ class SyncConfig:
     reason: str = 'fp32 on both sides agrees to 1e-5 or better on CPU; 1e-4 leaves room for another order of summation'
     timeout_s: float = 120.0
 
-# %% ../nbs/26_recipes.ipynb #9289dfb7
+# %% ../nbs/26_recipes.ipynb #8095027b
 @dataclass
 class Recipe:
     "Everything a run depends on. YAML files and overrides are differences from these values."
     model: str = 'tiny'                 # tiny | tiny-moe | tiny-calc | tiny-tools | smollm2 | a directory with a Hugging Face checkpoint
     steps: int = 20                     # training batches
+    max_minutes: float | None = None    # of stepping; the run ends after the step in which they pass. None: only `steps` counts
     seed: int = 0                       # of task order and sampling
     out_dir: str | None = None          # metrics and the recipe; None makes runs/<time>-<model> in the project
     runners: int = 1                    # processes that run agents
@@ -226,7 +227,7 @@ def _algorithm_faults(r):
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #0fdf8f7b
+# %% ../nbs/26_recipes.ipynb #619c4b08
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -239,6 +240,7 @@ def _size_faults(r):
     for path in above:
         group, leaf = path.split('.'); at = getattr(getattr(r, group), leaf)
         if not at > 0: yield f"'{path}' is {at}; write a number above 0"
+    if r.max_minutes is not None and not r.max_minutes > 0: yield f"'max_minutes' is {r.max_minutes}; write a number above 0, or null"
     if p.max_staleness < 0: yield f"'pool.max_staleness' is {p.max_staleness}: no group would ever be young enough; write 0 or more"
     if not 0 < p.max_failure_rate <= 1: yield f"'pool.max_failure_rate' is {p.max_failure_rate}; write a fraction above 0, up to 1"
     if e.request_timeout_s >= lim.episode_timeout_s: yield f"'engine.request_timeout_s' {e.request_timeout_s:g} is not below 'limits.episode_timeout_s' {lim.episode_timeout_s:g}: an engine that hangs would end episodes as errors instead of being replaced; lower the first or raise the second"
