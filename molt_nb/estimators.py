@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ESTIMATORS', 'estimator', 'KL_IN_REWARD', 'TRUNCATED', 'Rollouts', 'Rows', 'table_decorator', 'check_options',
            'centre', 'spread_over_rows', 'dr_grpo', 'rloo', 'grpo', 'reinforce_baseline', 'flash_reinforce', 'flat',
-           'carries_signal', 'trainable_tokens', 'discounted_sum', 'token_rewards', 'reinforce', 'whiten', 'gae',
-           'on_policy_distill', 'Shaping', 'shape_rewards', 'shaping_faults', 'compute_advantages']
+           'carries_signal', 'trainable_tokens', 'along', 'in_place', 'discounted_sum', 'token_rewards', 'reinforce',
+           'whiten', 'gae', 'on_policy_distill', 'Shaping', 'shape_rewards', 'shaping_faults', 'compute_advantages']
 
 # %% ../nbs/10_estimators.ipynb #f0fcc188
 import difflib, inspect, math
@@ -176,12 +176,21 @@ def carries_signal(
     s = torch.as_tensor(scores, dtype=torch.float64)
     return len(s) > 1 and not flat(s) and low < s.mean().item() < high
 
-# %% ../nbs/10_estimators.ipynb #3c3ccc40
+# %% ../nbs/10_estimators.ipynb #52090fcb
 def trainable_tokens(rows: Rows):
-    "Row and position of every trainable token, rollout by rollout, in time order: two int64 [K]."
+    "Flat position (row * L + position) and rollout of every trainable token, rollout by rollout, in time order: two int64 [K]."
     order = rows.rollout.argsort(stable=True)
-    i, t = rows.mask[order].nonzero(as_tuple=True)
-    return order[i], t
+    mask = rows.mask[order]; n = mask.sum(1); moved = (order - torch.arange(len(order))) * mask.shape[1]
+    return mask.flatten().nonzero()[:, 0] + moved.repeat_interleave(n), rows.rollout[order].repeat_interleave(n)
+
+def along(column: torch.Tensor, at: torch.Tensor):
+    "float64 [K]: a column's [N, L] values at flat positions."
+    return column.flatten()[at].double()
+
+def in_place(x: torch.Tensor, at: torch.Tensor, rows: Rows):
+    "[N, L] with x [K] at flat positions, 0 elsewhere: `along` backwards."
+    out = x.new_zeros(rows.mask.shape); out.view(-1)[at] = x
+    return out
 
 def discounted_sum(
     x: torch.Tensor,        # float64 [K], one value per trainable token, in the order of `trainable_tokens`
@@ -189,32 +198,32 @@ def discounted_sum(
     decay: float,           # factor per step to the right
 ) -> torch.Tensor:          # float64 [K]
     "out[t] = x[t] + decay * out[t+1] within each owner, by doubling."
-    out, step = x.clone(), 1
+    out, spare, owner, step = x.clone(), x.clone(), owner.int(), 1
     while step < len(out) and (same := owner[step:] == owner[:-step]).any():
-        right = torch.where(same, decay**step * out[step:], 0.0)
-        out = torch.cat([out[:-step] + right, out[-step:]])
-        step *= 2
+        torch.addcmul(out[:-step], out[step:], same.to(x.dtype), value=decay**step, out=spare[:-step])
+        spare[-step:] = out[-step:]
+        out, spare, step = spare, out, 2 * step
     return out
 
-# %% ../nbs/10_estimators.ipynb #31699040
+# %% ../nbs/10_estimators.ipynb #7afb56d4
 KL_IN_REWARD = {'estimator/kl_in_reward': ('mean k1 = log pi_old - log pi_ref over trainable tokens, before the coefficient', 'nats/token', '0 to 0.1', 'raise kl_coef when it keeps growing')}
 
 def token_rewards(rollouts: Rollouts, rows: Rows,
     kl_coef: float,  # beta of the k1 penalty; above 0 it needs old_logprobs and ref_logprobs
-):                   # -> reward float64 [K], its rollout [K], last of its rollout? bool [K], (row [K], position [K]), stats
+):                   # -> reward float64 [K], flat position [K], rollout [K], last of its rollout? bool [K], stats
     "The reward of every trainable token in time order: -kl_coef * k1, and the rollout's reward on its last one."
-    i, t = trainable_tokens(rows)
-    owner, r, stats = rows.rollout[i], torch.zeros(len(i), dtype=torch.float64), {}
+    at, owner = trainable_tokens(rows)
+    r, stats = torch.zeros(len(at), dtype=torch.float64), {}
     if kl_coef:
         if rows.old_logprobs is None or rows.ref_logprobs is None:
             raise ValueError('kl_coef > 0 in the reward needs old_logprobs and ref_logprobs: give the recipe a reference policy, or kl_coef 0')
-        k1 = rows.old_logprobs[i, t].double() - rows.ref_logprobs[i, t].double()
+        k1 = along(rows.old_logprobs, at) - along(rows.ref_logprobs, at)
         r, stats = r - kl_coef * k1, {'estimator/kl_in_reward': k1.mean().item()}
-    last = torch.cat([owner[1:] != owner[:-1], torch.ones(min(1, len(i)), dtype=torch.bool)])
+    last = torch.cat([owner[1:] != owner[:-1], torch.ones(min(1, len(at)), dtype=torch.bool)])
     r[last] += rollouts.reward[owner[last]]
-    return r, owner, last, (i, t), stats
+    return r, at, owner, last, stats
 
-# %% ../nbs/10_estimators.ipynb #c88e353b
+# %% ../nbs/10_estimators.ipynb #6a513d51
 @estimator(metrics=KL_IN_REWARD)
 def reinforce(rollouts: Rollouts, rows: Rows, *,
     gamma: float = 1.0,     # discount per trainable token
@@ -222,12 +231,10 @@ def reinforce(rollouts: Rollouts, rows: Rows, *,
     whitened: bool = True,  # over the trainable tokens of the batch
 ):
     "Whitened return-to-go of the outcome reward minus kl_coef * k1 per token (REINFORCE++, arXiv 2501.03262)."
-    r, owner, _, at, stats = token_rewards(rollouts, rows, kl_coef)
-    advantages = torch.zeros(rows.mask.shape, dtype=torch.float64)
-    if whitened and not kl_coef and gamma == 1 and flat(rollouts.reward): return advantages, stats
+    r, at, owner, _, stats = token_rewards(rollouts, rows, kl_coef)
     G = discounted_sum(r, owner, gamma)
-    advantages[at] = whiten(G) if whitened else G
-    return advantages, stats
+    if whitened: G = torch.zeros_like(G) if not kl_coef and gamma == 1 and flat(rollouts.reward) else whiten(G)
+    return in_place(G, at, rows), stats
 
 # %% ../nbs/10_estimators.ipynb #2f68cd0f
 def whiten(
@@ -236,7 +243,7 @@ def whiten(
     "(x - mean) / sqrt(variance + 1e-8), population variance."
     return (x - x.mean()) / (x.var(unbiased=False) + 1e-8).sqrt()
 
-# %% ../nbs/10_estimators.ipynb #9e6aaa14
+# %% ../nbs/10_estimators.ipynb #6eb657c1
 @estimator(needs=('values',), metrics=KL_IN_REWARD)
 def gae(rollouts: Rollouts, rows: Rows, *,
     gamma: float = 1.0,     # discount per trainable token
@@ -245,13 +252,11 @@ def gae(rollouts: Rollouts, rows: Rows, *,
     whitened: bool = True,  # over the trainable tokens of the batch; returns are not
 ):                          # -> advantages [N, L], stats, returns [N, L]
     "Generalized advantage estimation over the values of a critic (arXiv 1506.02438)."
-    r, owner, last, at, stats = token_rewards(rollouts, rows, kl_coef)
-    V = rows.values[at].double()
+    r, at, owner, last, stats = token_rewards(rollouts, rows, kl_coef)
+    V = along(rows.values, at)
     after = torch.where(last, 0.0, V.roll(-1))
     A = discounted_sum(r + gamma * after - V, owner, gamma * lam)
-    advantages, returns = torch.zeros(2, *rows.mask.shape, dtype=torch.float64)
-    advantages[at], returns[at] = whiten(A) if whitened else A, A + V
-    return advantages, stats, returns
+    return in_place(whiten(A) if whitened else A, at, rows), stats, in_place(A + V, at, rows)
 
 # %% ../nbs/10_estimators.ipynb #1837e5a0
 @estimator(needs=('old_logprobs', 'teacher_logprobs'), metrics={'estimator/teacher_kl': ('mean log pi_old - log pi_teacher over trainable tokens: estimates KL(student || teacher)', 'nats/token', 'falls', 'flat: raise the learning rate; negative for long: too few tokens')})
@@ -297,7 +302,7 @@ def shaping_faults(s: Shaping) -> list:
     if s.clip is not None and s.clip <= 0: faults.append(f"'clip' is {s.clip}; write a positive number, or leave it out")
     return faults
 
-# %% ../nbs/10_estimators.ipynb #e896aca9
+# %% ../nbs/10_estimators.ipynb #64592e03
 def compute_advantages(
     f,                   # an estimator
     rollouts: Rollouts,
@@ -313,8 +318,7 @@ def compute_advantages(
     if returns: rows.returns = torch.where(rows.mask, returns[0], 0.0).float()
     if advantages.shape != rows.mask.shape:
         raise ValueError(f'{f.__name__} returned shape {tuple(advantages.shape)}, the rows have {tuple(rows.mask.shape)}')
-    a = advantages[rows.mask]
-    if not a.isfinite().all(): raise ValueError(f'{f.__name__} returned NaN or infinity at {int((~a.isfinite()).sum())} trainable tokens')
-    mean = lambda x: x.double().mean().item() if len(x) else math.nan
-    stats = {'estimator/advantage_mean': mean(a), 'estimator/advantage_abs': mean(a.abs()), 'estimator/zero_fraction': mean(a == 0), **stats}
-    return torch.where(rows.mask, advantages, 0.0).float(), stats
+    a = torch.where(rows.mask, advantages, 0.0).float()
+    if bad := int((~a.isfinite()).sum()): raise ValueError(f'{f.__name__} returned NaN or infinity at {bad} trainable tokens')
+    mean = lambda x: (x.sum(dtype=torch.float64) / rows.mask.sum()).item()
+    return a, {'estimator/advantage_mean': mean(a), 'estimator/advantage_abs': mean(a.abs()), 'estimator/zero_fraction': mean((a == 0) & rows.mask), **stats}
