@@ -103,7 +103,7 @@ class AsyncLoop:
     ):
         self.recipe, self.agent = recipe, agent
         self.version, self.optimizer_step, self.history, self.timeline, self.startup = 0, 0, [], [], {}
-        self.policies, self.references, self.runners, self.reruns, self.restarts = [], [], [], 0, 0
+        self.policies, self.references, self.teachers, self.runners, self.reruns, self.restarts = [], [], [], [], 0, 0
         self._weights, self.sync, self.broken = asyncio.Lock(), None, None
         self.engines = self.judges = self.pool = self.log = self._thread = self._loop = self._stepping = None
         self._own_ray = self._closed = False
@@ -144,7 +144,7 @@ async def _start(self:AsyncLoop):
     self.out = Path(r.out_dir) if r.out_dir else project_dir()/'runs'/f'{time.strftime("%Y%m%d-%H%M%S")}-{Path(r.model).name}'
     if (self.out/'metrics.jsonl').exists(): raise RunError(f'{r.out_dir} already holds a run; choose another out_dir')
     made = asyncio.ensure_future(asyncio.to_thread(model_dir, r.model))     # the first time a model is made, in a process of its own
-    self._own_ray = start_ray(r.engines + bool(r.chat.judge) + r.policy.ranks*(1 + r.needs_reference) + r.runners, r.ray_address); self.startup['ray'] = time.perf_counter()-t
+    self._own_ray = start_ray(r.engines + bool(r.chat.judge) + r.policy.ranks*(1 + r.needs_reference + bool(r.algorithm.teacher)) + r.runners, r.ray_address); self.startup['ray'] = time.perf_counter()-t
     self.model = str(await made); self.startup['model'] = time.perf_counter()-t
     self.tokenizer = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self.model))     # its import takes seconds: beside the others
     self._make_actors()
@@ -165,10 +165,12 @@ def _make_actors(self:AsyncLoop):
                                r.engine.max_restarts, r.engine.start_timeout_s, self._rejoin)
     def ranks(path, frozen): return [actor(PolicyActor, policy_env(r.policy), gpu).remote(path, policy, r.sampling.temperature, rank=i, world=n, frozen=frozen) for i in range(n)]
     self.policies = ranks(self.model, False)
-    if r.needs_reference:
-        path = str(model_dir(r.algorithm.reference or r.model))
-        if path != self.model and load_tokenizer(path).get_vocab() != load_tokenizer(self.model).get_vocab(): raise RunError(f'algorithm.reference {r.algorithm.reference!r} has another vocabulary than {r.model!r}: its log-probs are of other tokens')
-        self.references = ranks(path, True)
+    def frozen(what, model):
+        path = str(model_dir(model))
+        if path != self.model and load_tokenizer(path).get_vocab() != load_tokenizer(self.model).get_vocab(): raise RunError(f'algorithm.{what} {model!r} has another vocabulary than {r.model!r}: its log-probs are of other tokens')
+        return ranks(path, True)
+    if r.needs_reference: self.references = frozen('reference', r.algorithm.reference or r.model)
+    if r.algorithm.teacher: self.teachers = frozen('teacher', r.algorithm.teacher)
     agent = _by_value(self.agent, self.agent) if self.agent else r.task.agent
     judge = r.chat.judge and str(model_dir(r.chat.judge))
     self.judges = EngineGroup(lambda name: engine.remote(judge, r.engine, r.sampling, name=name), ['judge'] if judge else [], r.engine.max_restarts, r.engine.start_timeout_s, self._judge_up)
@@ -194,7 +196,7 @@ async def _start_policy(self:AsyncLoop):
     async def build(what, ranks):
         host, port = await within(ranks[0].__ray_call__.remote(lambda actor: free_address()), 120, what)       # on rank 0's machine
         await self._all(what, [p.build.remote(f'tcp://{host}:{port}' if len(ranks) > 1 else None) for p in ranks], self.recipe.engine.start_timeout_s + 60, 'engine.start_timeout_s')
-    await asyncio.gather(*(build(what, ranks) for what, ranks in (('policy', self.policies), ('reference', self.references)) if ranks))
+    await asyncio.gather(*(build(what, ranks) for what, ranks in (('policy', self.policies), ('reference', self.references), ('teacher', self.teachers)) if ranks))
 
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
@@ -328,10 +330,11 @@ async def _step(self:AsyncLoop):
 
 @patch
 async def _reference_logprobs(self:AsyncLoop, rows):
-    "KL terms compare with the reference. KL in the reward also needs the policy's own log-probs before the estimator runs."
+    "KL terms compare with the reference, distillation with the teacher. An estimator that reads the policy's own log-probs needs them before it runs."
     r, at = self.recipe, ray.put(rows)
-    if self.references: rows.ref_logprobs = (await self._all('reference', [p.logprobs.remote(at) for p in self.references], r.pool.watchdog_s))[0]
-    if r.algorithm.estimator_options.get('kl_coef'): rows.old_logprobs = (await self._all('policy', [p.logprobs.remote(at) for p in self.policies], r.pool.watchdog_s))[0]
+    for what, frozen, column in (('reference', self.references, 'ref_logprobs'), ('teacher', self.teachers, 'teacher_logprobs')):
+        if frozen: setattr(rows, column, (await self._all(what, [p.logprobs.remote(at) for p in frozen], r.pool.watchdog_s))[0])
+    if r.algorithm.estimator_options.get('kl_coef') or 'old_logprobs' in getattr(estimators.ESTIMATORS[r.algorithm.estimator], 'needs', ()): rows.old_logprobs = (await self._all('policy', [p.logprobs.remote(at) for p in self.policies], r.pool.watchdog_s))[0]
 
 @patch
 def _advantages(self:AsyncLoop, rollouts, rows):
@@ -389,7 +392,7 @@ async def _shutdown(self:AsyncLoop):
     if self.pool: await self.pool.close()
     if self._stepping and not self._stepping.done(): self._stepping.cancel(); await asyncio.gather(self._stepping, return_exceptions=True)
     if self.engines and ray.is_initialized(): await asyncio.gather(self.engines.close(), self.judges.close())
-    for a in [*self.policies, *self.references, *self.runners]: ray.kill(a)
+    for a in [*self.policies, *self.references, *self.teachers, *self.runners]: ray.kill(a)
     if self._own_ray: await asyncio.to_thread(ray.shutdown)
     if self.log: self.log.close()
 

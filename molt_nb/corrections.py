@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_AGE', 'CORRECTIONS', 'ALARM', 'rollout_sum', 'divergence', 'statistic', 'by_age', 'mismatch', 'effective',
-           'correction', 'healthy', 'frame_stats', 'none', 'tis', 'icepop', 'weight_of', 'within', 'capped', 'mis',
-           'seq_mask_tis', 'flash']
+           'correction', 'healthy', 'frame_stats', 'cut_faults', 'cut', 'weight_of', 'within', 'capped', 'none',
+           'importance', 'tis', 'icepop', 'mis', 'seq_mask_tis', 'flash', 'centre_scores']
 
 # %% ../nbs/11_corrections.ipynb #3f4f789f
 import math, warnings
@@ -85,11 +85,15 @@ def effective(
     w = (log_weight - log_weight.max()).exp()
     return (w.sum()**2 / (w**2).sum() / len(w)).item()
 
-# %% ../nbs/11_corrections.ipynb #99fe7ffa
+# %% ../nbs/11_corrections.ipynb #242a22e8
 CORRECTIONS = {}
 ALARM = 0.9  # rejected fraction above which the batch is reported as lost
 
-def correction(f=None, *, metrics=None):
+def correction(f=None, *,
+    metrics=None,      # name -> meaning, or a tuple (chapter 15)
+    pointwise=False,   # does a token's weight depend on that token's ratio only? needed for score centering
+    check=None,        # **options -> list of faults, for what the option names cannot show
+):
     "Enter a function into CORRECTIONS, inside the frame: NaN drops the rollout, statistics are always there, `age=` [N, L] is accepted."
     def enter(f):
         @wraps(f)
@@ -98,9 +102,9 @@ def correction(f=None, *, metrics=None):
             old, mu = (torch.where(alive, x, 0.0).detach() for x in (logp_old, logp_behaviour))
             weights, keep, extra = f(old, mu, alive, rollout, **options)
             keep = keep & alive
-            weights = torch.where(keep, weights, 0.0).float()
+            weights = torch.where(keep, weights, 0.0).to(logp_old.dtype)
             return weights, keep, frame_stats(old, mu, mask, alive, weights, keep, rollout, age) | extra
-        return table_decorator(CORRECTIONS, metrics={})(framed, metrics=metrics or {})
+        return table_decorator(CORRECTIONS, metrics={}, pointwise=False, check=None)(framed, metrics=metrics or {}, pointwise=pointwise, check=check)
     return enter if f is None else enter(f)
 
 # %% ../nbs/11_corrections.ipynb #28a0ed74
@@ -127,30 +131,32 @@ def frame_stats(old, mu, mask, alive, weights, keep, rollout, age):
                       f"Largest |log rho| {stats['mismatch/abs_log_max']:.3g}, rollouts dropped for NaN {stats['correction/dropped_rollouts']:.0f}")
     return stats
 
-# %% ../nbs/11_corrections.ipynb #19ce7248
-@correction
-def none(logp_old, logp_behaviour, mask, rollout):
-    "Weight 1 everywhere; the mismatch is logged all the same."
-    return torch.ones_like(logp_old), mask, {}
+# %% ../nbs/11_corrections.ipynb #28b37e2b
+def cut_faults(of='ratio', level='token', mode='trunc', low=0.0, high=2.0, weight='token', token_cap=math.inf) -> list:
+    "What is wrong with the options of `cut`, one sentence each; empty when all is well."
+    faults = [f'{k} {v!r}: write {", ".join(words)}' for k, v, words in (('of', of, ('ratio', 'binary_kl', 'tv')), ('level', level, ('token', 'seq', 'geo')), ('mode', mode, ('mask', 'clip', 'trunc')), ('weight', weight, ('token', 'seq'))) if v not in words]
+    if faults: return faults
+    if of != 'ratio':
+        if level == 'geo': faults.append(f'level geo is for ratios; {of} has the levels token and seq')
+        if mode != 'mask': faults.append(f'mode {mode} is for ratios: a {of} is no weight; write mask')
+        if low: faults.append(f'low is for ratios: {of} is bounded from above only')
+    elif mode != 'mask' and level == 'geo': faults.append(f'mode {mode} has the levels token and seq; a geometric mean is the weight of no token')
+    if mode == 'trunc' and low: faults.append('mode trunc has no low: write clip')
+    if mode != 'mask' and (weight == 'seq' or token_cap < math.inf): faults.append(f'weight and token_cap are for mode mask: {mode} is itself the weight, bounded by high')
+    if weight == 'seq' and (level == 'token' or token_cap < math.inf): faults.append("weight 'seq' is for whole rollouts: write level seq or geo, and no token_cap")
+    if not 0 <= low <= high: faults.append(f'low {low:g} and high {high:g}: write 0 <= low <= high')
+    return faults
 
-@correction
-def tis(logp_old, logp_behaviour, mask, rollout, *,
-    high: float = 2.0,  # cap of a token's ratio
-):
-    "Truncated importance sampling: min(rho_t, high)."
-    ratio = weight_of(statistic(logp_old, logp_behaviour, mask, rollout))
-    return ratio.clamp(max=high), mask, capped(ratio, mask, high)
+def cut(logp_old, logp_behaviour, mask, rollout, of='ratio', level='token', mode='trunc', low=0.0, high=2.0, weight='token', token_cap=math.inf):
+    "Weights, keep and the capped fraction, by statistic, level and mode."
+    s = statistic(logp_old, logp_behaviour, mask, rollout, of, level)
+    if mode != 'mask':
+        w = weight_of(s)
+        return w.clamp(low, high), mask, capped(w, mask, high)
+    keep = mask & (within(s, low, high) if of == 'ratio' else s <= high)
+    w = weight_of(statistic(logp_old, logp_behaviour, mask, rollout, level=weight))
+    return w.clamp(max=token_cap), keep, capped(w, keep, token_cap)
 
-@correction
-def icepop(logp_old, logp_behaviour, mask, rollout, *,
-    low: float = 0.5,   # a token below is rejected
-    high: float = 5.0,  # a token above is rejected
-):
-    "Token masking: rho_t where low <= rho_t <= high, else rejected."
-    s = statistic(logp_old, logp_behaviour, mask, rollout)
-    return weight_of(s), mask & within(s, low, high), {}
-
-# %% ../nbs/11_corrections.ipynb #eccccafb
 def weight_of(log_ratio):
     "The ratio itself; cut at exp(80), so that a float32 never becomes infinite."
     return log_ratio.clamp(max=80).exp()
@@ -164,15 +170,48 @@ def capped(ratio, mask, cap):
     "How often a cap was hit, for the log."
     return {'correction/capped_fraction': (ratio > cap)[mask].double().mean().item()}
 
-# %% ../nbs/11_corrections.ipynb #6ed08b31
+# %% ../nbs/11_corrections.ipynb #bccfa55a
+@correction(pointwise=True)
+def none(logp_old, logp_behaviour, mask, rollout):
+    "Weight 1 everywhere; the mismatch is logged all the same."
+    return torch.ones_like(logp_old), mask, {}
+
+@correction(check=cut_faults)
+def importance(logp_old, logp_behaviour, mask, rollout, *,
+    of: str = 'ratio',            # the statistic: ratio | binary_kl | tv
+    level: str = 'token',         # token | seq | geo
+    mode: str = 'trunc',          # mask | clip | trunc
+    low: float = 0.0,
+    high: float = 2.0,
+    weight: str = 'token',        # of what mask keeps: rho_t, or 'seq', the rollout's product
+    token_cap: float = math.inf,  # cap of rho_t where mask keeps it
+):
+    "Any sensible combination of statistic, level and mode."
+    return cut(logp_old, logp_behaviour, mask, rollout, of, level, mode, low, high, weight, token_cap)
+
+# %% ../nbs/11_corrections.ipynb #94c98ace
+@correction(pointwise=True)
+def tis(logp_old, logp_behaviour, mask, rollout, *,
+    high: float = 2.0,  # cap of a token's ratio
+):
+    "Truncated importance sampling: min(rho_t, high)."
+    return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'token', 'trunc', high=high)
+
+@correction(pointwise=True)
+def icepop(logp_old, logp_behaviour, mask, rollout, *,
+    low: float = 0.5,   # a token below is rejected
+    high: float = 5.0,  # a token above is rejected
+):
+    "Token masking: rho_t where low <= rho_t <= high, else rejected."
+    return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'token', 'mask', low, high)
+
 @correction
 def mis(logp_old, logp_behaviour, mask, rollout, *,
     low: float = 0.0,   # a rollout below is rejected
     high: float = 2.0,  # a rollout above is rejected
 ):
     "Masked importance sampling: the rollout's product of ratios as weight where low <= product <= high."
-    s = statistic(logp_old, logp_behaviour, mask, rollout, level='seq')
-    return weight_of(s), mask & within(s, low, high), {}
+    return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'seq', 'mask', low, high, 'seq')
 
 @correction
 def seq_mask_tis(logp_old, logp_behaviour, mask, rollout, *,
@@ -181,9 +220,7 @@ def seq_mask_tis(logp_old, logp_behaviour, mask, rollout, *,
     token_cap: float = 2.0,  # cap of a token's ratio
 ):
     "Reject rollouts by the geometric mean of their ratios; min(rho_t, token_cap) in those that are kept."
-    keep = mask & within(statistic(logp_old, logp_behaviour, mask, rollout, level='geo'), low, high)
-    ratio = weight_of(statistic(logp_old, logp_behaviour, mask, rollout))
-    return ratio.clamp(max=token_cap), keep, capped(ratio, keep, token_cap)
+    return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'geo', 'mask', low, high, 'token', token_cap)
 
 @correction
 def flash(logp_old, logp_behaviour, mask, rollout, *,
@@ -191,6 +228,25 @@ def flash(logp_old, logp_behaviour, mask, rollout, *,
     token_cap: float = math.inf,  # the paper has no cap
 ):
     "Reject rollouts by their mean binary KL; min(rho_t, token_cap) in those that are kept."
-    keep = mask & (statistic(logp_old, logp_behaviour, mask, rollout, 'binary_kl', 'seq') <= high)
-    ratio = weight_of(statistic(logp_old, logp_behaviour, mask, rollout))
-    return ratio.clamp(max=token_cap), keep, capped(ratio, keep, token_cap)
+    return cut(logp_old, logp_behaviour, mask, rollout, 'binary_kl', 'seq', 'mask', 0.0, high, 'token', token_cap)
+
+# %% ../nbs/11_corrections.ipynb #6190afec
+def centre_scores(
+    correction,                # pointwise: none, tis, icepop
+    options: dict,
+    top_logp: torch.Tensor,    # [n, L, k] log pi of the tokens of H, with gradient
+    behaviour: torch.Tensor,   # [n, L, k] their log mu; not finite where there are fewer than k
+    advantages: torch.Tensor,  # [n, L]
+    mask: torch.Tensor,        # bool [n, L]
+) -> torch.Tensor:             # [n, L]
+    "What score centering adds to the loss of each token (arXiv 2609.20807)."
+    there = mask[..., None] & behaviour.isfinite()
+    lp, lq = (torch.where(there, x, 0.0) for x in (top_logp, behaviour))
+    def f(log_ratio):
+        w, keep, _ = correction.__wrapped__(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio, dtype=torch.bool), torch.zeros(len(log_ratio), dtype=torch.int64, device=lp.device), **options)
+        return torch.where(keep, w, 0.0)
+    p, q = (torch.where(there, x.detach().double().exp(), 0.0) for x in (lp, lq))
+    tau = (1 - q.sum(-1)).clamp(min=1e-6) / (1 - p.sum(-1)).clamp(min=1e-6)  # [n, L]
+    alpha = tau * f(-tau.log())
+    push = q * f((lp.detach().double() - lq.double()).flatten(1)).view_as(q) - alpha[..., None] * p
+    return torch.where(mask, advantages, 0.0) * (push.to(lp.dtype) * lp).sum(-1)

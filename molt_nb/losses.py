@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['AGGREGATIONS', 'LOSSES', 'loss', 'KL_TERMS', 'Denominators', 'window_denominators', 'aggregate', 'log_ratio',
-           'update_stats', 'ppo', 'cispo', 'gspo', 'kl_term', 'Objective', 'check_objective', 'tally', 'total',
-           'add_stats', 'finish_stats', 'policy_loss']
+           'update_stats', 'ppo', 'cispo', 'gspo', 'value_loss', 'kl_term', 'adapt_kl_coef', 'Objective',
+           'check_objective', 'tally', 'total', 'add_stats', 'finish_stats', 'policy_loss']
 
-# %% ../nbs/12_losses.ipynb #302af658
+# %% ../nbs/12_losses.ipynb #69cdf466
 import math
 from dataclasses import dataclass, field
 from typing import Callable
 import torch
 from .estimators import Rollouts, Rows, check_options, table_decorator
-from .corrections import none
+from .corrections import centre_scores, none
 
 # %% ../nbs/12_losses.ipynb #928f2c7c
 AGGREGATIONS = ('token_mean', 'seq_mean', 'prompt_mean', 'fixed')
@@ -110,6 +110,20 @@ def gspo(logp, logp_old, advantages, mask, rollout, *,
     out = torch.maximum(free, bound)
     return out, update_stats(log_r, out > free)
 
+# %% ../nbs/12_losses.ipynb #ab62ff42
+def value_loss(
+    values: torch.Tensor,      # [n, L], with gradient
+    old_values: torch.Tensor,  # [n, L], before the update: rows.values
+    returns: torch.Tensor,     # [n, L], rows.returns
+    mask: torch.Tensor,        # bool [n, L]
+    clip: float|None = None,   # c; None: no clip
+):                             # -> loss [n, L], token statistics
+    "0.5 max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) per token."
+    V, old, G = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
+    free = (V - G)**2
+    bound = free if clip is None else (old + (V - old).clamp(-clip, clip) - G)**2
+    return 0.5 * torch.maximum(free, bound), {'loss/value_clip_fraction': (bound > free).detach()}
+
 # %% ../nbs/12_losses.ipynb #958c1a6e
 KL_TERMS = {'k2': lambda d: d**2 / 2, 'k3': lambda d: torch.expm1(-d) + d}
 
@@ -129,7 +143,18 @@ def kl_term(
     d = logp - ref.detach()
     return weight * KL_TERMS[kind](d), weight * KL_TERMS['k3'](d.detach())
 
-# %% ../nbs/12_losses.ipynb #220681a9
+# %% ../nbs/12_losses.ipynb #1e17249e
+def adapt_kl_coef(
+    coef: float,
+    kl: float,                # of the last batch, as logged
+    target: float,            # nats per token
+    rollouts: int,            # in that batch
+    horizon: int = 10_000,    # rollouts over which the coefficient may change by 20%
+) -> float:
+    "The coefficient of the next batch: coef * (1 + clip(kl/target - 1, -0.2, 0.2) * rollouts/horizon)."
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * rollouts / horizon)
+
+# %% ../nbs/12_losses.ipynb #3b0b22d4
 @dataclass
 class Objective:
     "Correction, surrogate, aggregation and the two side terms, with their options."
@@ -141,15 +166,19 @@ class Objective:
     kl_coef: float = 0.0             # of the KL loss against the reference; 0 = none
     kl: str = 'k2'                   # 'k2' reverse, 'k3' forward
     entropy_coef: float = 0.0        # of the entropy bonus; 0 = none
+    score_centering: bool = False    # chapter 11; needs rows.top_logprobs and one update a batch
     budget: int = 0                  # tokens a rollout may sample; for aggregation 'fixed'
 
-# %% ../nbs/12_losses.ipynb #9b954229
+# %% ../nbs/12_losses.ipynb #c5d40507
 def check_objective(
     objective: Objective,
 ) -> list:  # one sentence per fault; empty when all is well
     "Every reason to refuse this objective, with what to write instead."
     o, needed = objective, getattr(objective.loss, 'aggregation', None)
     faults = check_options(o.correction, o.correction_options) + check_options(o.loss, o.loss_options)
+    check = getattr(o.correction, 'check', None)
+    if check and not faults: faults += [f'{o.correction.__name__}: {f}' for f in check(**o.correction_options)]
+    if o.score_centering and not getattr(o.correction, 'pointwise', False): faults.append(f"score_centering needs a weight of the token's own ratio, which {o.correction.__name__} has not: write correction none, tis or icepop")
     if o.aggregation not in AGGREGATIONS: faults.append(f'aggregation {o.aggregation!r}: write one of {AGGREGATIONS}')
     elif needed and o.aggregation != needed:
         faults.append(f'loss {o.loss.__name__} needs aggregation {needed!r}, not {o.aggregation!r}: another one gives a different gradient')
@@ -178,7 +207,7 @@ def finish_stats(stats: dict) -> dict:
     "Pairs -> floats: sum / count, or the sum where the count is 0."
     return {k: (s / n if n else s) for k, (s, n) in ((k, v.tolist()) for k, v in stats.items())}
 
-# %% ../nbs/12_losses.ipynb #2502c77d
+# %% ../nbs/12_losses.ipynb #0abcec37
 def policy_loss(
     objective: Objective,
     logp: torch.Tensor,          # [n, L] log-probs of this micro-batch now, with gradient
@@ -188,6 +217,7 @@ def policy_loss(
     advantages: torch.Tensor,    # [n, L]
     denominators: Denominators,  # of the whole window
     entropy: torch.Tensor|None = None,  # [n, L]; needed when entropy_coef > 0, else only logged
+    top_logp: torch.Tensor|None = None, # [n, L, k] log-probs now of rows.top_tokens, with gradient; needed for score_centering
 ):                               # -> scalar (a part: parts add up), stats name -> [sum, count]
     "The micro-batch's part of the loss. Policy and KL terms cover `mask & keep`, entropy covers `mask`; every denominator counts `mask`."
     o, m, kept = objective, rows.mask, rows.mask & keep
@@ -196,6 +226,10 @@ def policy_loss(
     part = lambda x, where: aggregate(x, where, rows, denominators)
     loss = part(torch.where(kept, weights, 0.0) * torch.where(kept, per_token, 0.0), kept)
     stats = {'loss/policy': total(loss)} | {k: tally(v, m) for k, v in seen.items()}
+    if o.score_centering:
+        if top_logp is None or rows.top_logprobs is None: raise ValueError("score_centering needs the behaviour's top-k log-probs and the trainer's of the same tokens")
+        term = centre_scores(o.correction, o.correction_options, top_logp, rows.top_logprobs, advantages, m & rows.logprobs.isfinite())
+        loss, stats = loss + part(term, m), stats | {'loss/centering': tally(term, m)}
     if o.kl_coef and rows.ref_logprobs is None: raise ValueError('kl_coef > 0 needs ref_logprobs: give the recipe a reference policy')
     if rows.ref_logprobs is not None:
         term, value = kl_term(logp, rows.ref_logprobs, rows.logprobs, kept, o.kl)

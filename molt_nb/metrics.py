@@ -92,7 +92,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #f7426b6e
+# %% ../nbs/15_metrics.ipynb #0c99cf4b
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -106,6 +106,9 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/entropy': ('entropy of the next-token distribution, mean over trainable tokens', 'nats', 'falls slowly', 'near 0: collapse; raise eps_high or the entropy bonus'),
     'loss/clip_fraction': ('trainable tokens whose surrogate is clipped', 'fraction', '0 for one update on fresh data, else below 0.2', 'high: the learning rate, or too many updates a batch'),
     'loss/update_kl': ('k3 estimate of KL(pi_old || pi): how far the update moved before this gradient', 'nats/token', 'below 0.01', ''),
+    'loss/centering': ('what score centering added to the surrogate, mean over trainable tokens', '', 'near 0', 'large: the correction truncates much; lower the staleness'),
+    'loss/value': ("the critic's loss over the window", 'reward squared', 'falls', 'flat: raise its learning rate, or warm it up longer'),
+    'loss/value_clip_fraction': ("trainable tokens whose value left the clip around the old one", 'fraction', 'below 0.2', 'high: lower the critic\'s learning rate or widen the clip'),
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 

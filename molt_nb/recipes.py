@@ -41,6 +41,7 @@ class AlgorithmConfig:
     kl: str = 'k2'                              # the KL term's estimator, used when kl_coef > 0
     kl_coef: float = 0.0
     reference: str | None = None                # the model that KL terms compare with, on ranks of its own; None: the one that training starts from
+    teacher: str | None = None                  # the model that `on_policy_distill` learns from, on ranks of its own
     entropy_coef: float = 0.0
     updates_per_batch: int = 1                  # optimizer steps a batch
 
@@ -222,7 +223,11 @@ def _algorithm_faults(r):
     if faults: return faults
     f = ESTIMATORS[a.estimator]
     if f.needs_group and r.pool.samples_per_group < 2: faults.append(f"'pool.samples_per_group' is {r.pool.samples_per_group}: {a.estimator} compares the rollouts of a group; write at least 2, or algorithm.estimator=reinforce")
-    if f.aggregation and a.aggregation != f.aggregation: faults.append(f"'algorithm.aggregation' is {a.aggregation!r}: {a.estimator} needs {f.aggregation!r}")
+    for field in ('aggregation', 'correction', 'updates_per_batch'):
+        want = getattr(f, field)
+        if want and getattr(a, field) != want: faults.append(f"'algorithm.{field}' is {getattr(a, field)!r}: {a.estimator} needs {want!r}")
+    if 'values' in f.needs: faults.append(f"'algorithm.estimator': {a.estimator} needs the values of a critic, and the policy has none yet; write reinforce, or an estimator of groups")
+    if bool(a.teacher) != ('teacher_logprobs' in f.needs): faults.append(f"'algorithm.teacher' is {a.teacher!r}: " + (f'{a.estimator} does not ask it; leave it out, or write algorithm.estimator=on_policy_distill' if a.teacher else f'{a.estimator} learns from one; write the name or directory of a model with the same vocabulary'))
     if a.reference and not r.needs_reference: faults.append(f"'algorithm.reference' is {a.reference!r}, and nothing compares with it: write algorithm.kl_coef, or leave it out")
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
@@ -285,11 +290,12 @@ def _outside_faults(r):
     from molt_nb.agents import load_agent, make_tasks
     from molt_nb.models import known_experts, known_model
     from molt_nb.policy import layout_faults
-    for field, model in (('model', r.model), ('algorithm.reference', r.algorithm.reference or r.model)):
+    models = dict(model=r.model) | {f'algorithm.{k}': getattr(r.algorithm, k) or r.model for k in ('reference', 'teacher')}
+    for field, model in models.items():
         try: known_model(model)
         except Exception as e: yield f"'{field}': {e}"; break
     else:
-        for model in dict.fromkeys((r.model, r.algorithm.reference or r.model)): yield from (f"'policy' ({model}): {f}" for f in layout_faults(r.policy, r.policy.ranks, known_experts(model)))
+        for model in dict.fromkeys(models.values()): yield from (f"'policy' ({model}): {f}" for f in layout_faults(r.policy, r.policy.ranks, known_experts(model)))
     try: agent = load_agent(r.task.agent)
     except Exception as e: yield f"'task.agent': {e}"; return
     yield from _chat_faults(r, agent)

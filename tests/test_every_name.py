@@ -1,0 +1,29 @@
+"""On the real stack every estimator and correction can be named in the recipe, and a teacher with the student's weights teaches exactly nothing."""
+import asyncio, math
+import pytest
+from molt_nb.async_loop import AsyncLoop
+from molt_nb.corrections import CORRECTIONS
+from molt_nb.estimators import ESTIMATORS
+from molt_nb.recipes import RecipeError, load_recipe
+
+def test_they_run_by_name(tmp_path):
+    "One run; between two steps its recipe names another estimator and another correction."
+    async def main():
+        run = AsyncLoop(load_recipe('tiny', 'algorithm.estimator=on_policy_distill algorithm.teacher=tiny pool.groups_per_batch=4 pool.groups_in_flight=6', out_dir=str(tmp_path/'run')))
+        await run.start()
+        try:
+            first = await run.step(); a = run.recipe.algorithm; seen = {}
+            for estimator, correction in zip(['on_policy_distill', *(e for e in ESTIMATORS if e not in ('gae', 'on_policy_distill'))], CORRECTIONS):
+                a.estimator, a.correction, a.aggregation = estimator, correction, ESTIMATORS[estimator].aggregation or 'token_mean'
+                seen[estimator, correction] = await run.step()
+            return first, seen
+        finally: await run.close()
+    first, seen = asyncio.run(main())
+    assert len({c for _, c in seen}) == len(CORRECTIONS) == 7 and len({e for e, _ in seen}) == 7
+    assert first['estimator/teacher_kl'] == 0 and first['estimator/advantage_abs'] == 0 and first['policy/grad_norm'] == 0
+    for (estimator, _), m in list(seen.items())[1:]: assert m['policy/grad_norm'] > 0 and m['estimator/advantage_abs'] > 0 and math.isfinite(m['loss/policy']), estimator
+
+@pytest.mark.parametrize('words,fault', [('estimator=gae', 'critic'), ('estimator=on_policy_distill', 'algorithm.teacher'), ('teacher=tiny', 'does not ask it'), ('estimator=flash_reinforce', "needs 'flash'"),
+                                         ('correction=importance algorithm.correction_options={of: tv, mode: clip}', 'a tv is no weight'), ('estimator_options={kl_coef: 0.1}', "no option 'kl_coef'")])
+def test_what_cannot_be_is_refused_before_anything_starts(words, fault):
+    with pytest.raises(RecipeError, match=fault): load_recipe('tiny', f'algorithm.{words}')
