@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'seconds_left', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #4941b9f3
+# %% ../nbs/20_async_loop.ipynb #69069a4b
 import ast, asyncio, atexit, contextlib, difflib, json, os, sys, threading, time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from ray import cloudpickle
 from . import estimators
 from .agents import ChatAgent, load_agent, make_tasks, run_episode
 from .batches import make_batch
-from .chat_server import ChatServer, Judge, Session, run_chat
 from .engines import Engine, EngineError, engine_env
 from .metrics import LogWriter, known_metrics
 from .models import model_dir
@@ -51,14 +50,16 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #e8b4e267
+# %% ../nbs/20_async_loop.ipynb #4b5442ac
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits, *chat):
         self.agent = load_agent(agent) if isinstance(agent, str) else cloudpickle.loads(agent)
         self.tokenizer = load_tokenizer(model_path); self.renderer = Renderer(self.tokenizer)
-        self.limits, self.server = limits, ChatServer(model_path, *chat) if issubclass(self.agent, ChatAgent) else None     # chat: Sampling, ChatConfig, the judge's path
-        if self.server: self.server.start()
+        self.limits, self.server = limits, None
+        if issubclass(self.agent, ChatAgent):
+            from molt_nb.chat_server import ChatServer      # and with it vLLM's handlers, which nobody else needs
+            self.server = ChatServer(model_path, *chat); self.server.start()     # chat: Sampling, ChatConfig, the judge's path
 
     async def ready(self): return os.getpid()
 
@@ -76,7 +77,7 @@ class Runner:
                 async for out in replies(*args): yield out
         if self.server:
             replies, abort = chat_outputs(engine)
-            t = await run_chat(self.agent, task, self.server, Session(outputs, abort, self.limits, seed), judge and Judge(*chat_outputs(judge), self.limits, seed), **ids)
+            t = await self.server.rollout(self.agent, task, (outputs, abort), self.limits, seed, judge and chat_outputs(judge), **ids)
         else: t = await run_episode(self.agent, task, generate, self.renderer, self.limits, seed=seed, **ids)
         if lost: raise EngineError(str(lost[0]).strip().splitlines()[-1])
         return t

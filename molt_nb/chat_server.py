@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['HARMLESS', 'NEUTRAL', 'CALL', 'PATHS', 'ChatError', 'plain_messages', 'prefix_keys', 'Sampled', 'Plan', 'Tree',
-           'ChatConfig', 'sanitize', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
+           'sanitize', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
 
-# %% ../nbs/02_chat_server.ipynb #8ae35f00
+# %% ../nbs/02_chat_server.ipynb #d47d5a48
 import asyncio, concurrent.futures, contextlib, contextvars, hashlib, json, re, secrets, threading, traceback
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from fastcore.basics import patch
-from .agents import Limits, _Fault, _Thread, _call, _checked, turn_seed
+from .agents import ChatConfig, Limits, _Fault, _Thread, _call, _checked, turn_seed
 from .tokens import PrefixBroken, Renderer, RenderError, Segment, Trajectory, Turn, load_tokenizer
 
 # %% ../nbs/02_chat_server.ipynb #fd88f32d
@@ -121,17 +121,6 @@ class Tree:
         self.counts['continued' if goes_on else 'first' if p is None else 'rewritten' if plan.tail is None else 'branched'] += 1
         new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), list(plan.ids), turn, row, len(row))
         self.turns.setdefault(new.key, []).insert(0, new)
-
-# %% ../nbs/02_chat_server.ipynb #4b9f2180
-@dataclass
-class ChatConfig:
-    "How the requests of a ChatAgent are served."
-    tool_parser: str | None = None          # vLLM's name of the parser that reads tool calls out of the text: hermes, qwen3_xml, llama3_json, ...
-    reasoning_parser: str | None = None     # the same for thoughts: qwen3, deepseek_r1, ...
-    on_change: str = 'override'             # override | refuse: what becomes of a request that would change the sampled distribution
-    judge: str | None = None                # a model that the reward may ask, on an engine of its own: a name or a directory, never trained
-    max_request_mb: int = 4                 # MiB of one request
-    max_messages: int = 2000                # messages of one request
 
 # %% ../nbs/02_chat_server.ipynb #6f4a40f0
 HARMLESS = dict(
@@ -464,7 +453,7 @@ def _message(body):
     try: return str(json.loads(body)['error']['message'])
     except (ValueError, KeyError, TypeError): return body.decode(errors='replace')[:500]
 
-# %% ../nbs/02_chat_server.ipynb #22b25a5a
+# %% ../nbs/02_chat_server.ipynb #4d9280ef
 @dataclass
 class Chat:
     "What an agent gets: where to talk, and as whom."
@@ -513,6 +502,10 @@ class ChatServer:
             for k in kids: k.cancel()
             await asyncio.gather(*kids, return_exceptions=True)
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), self.loop))
+
+    async def rollout(self, agent_class, task, engine, limits, seed, judge=None, **ids):
+        "`run_chat` in new sessions. `engine` and `judge`: (outputs, abort) each."
+        return await run_chat(agent_class, task, self, Session(*engine, limits, seed), judge and Judge(*judge, limits, seed), **ids)
 
     def close(self): self.server.should_exit = True; self.thread.join(5)
 

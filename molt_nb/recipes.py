@@ -6,14 +6,13 @@
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
            'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
-# %% ../nbs/26_recipes.ipynb #d3cd3764
+# %% ../nbs/26_recipes.ipynb #c763c8d8
 import dataclasses, difflib, importlib.util, inspect, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from fastcore.basics import patch
-from .agents import Limits
-from .chat_server import ChatConfig
+from .agents import ChatConfig, Limits
 from .engines import EngineConfig, Sampling
 from .estimators import Shaping, shaping_faults
 from .policy import PolicyConfig
