@@ -122,7 +122,7 @@ class Tree:
         new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), list(plan.ids), turn, row, len(row))
         self.turns.setdefault(new.key, []).insert(0, new)
 
-# %% ../nbs/02_chat_server.ipynb #6f4a40f0
+# %% ../nbs/02_chat_server.ipynb #07d28ff4
 HARMLESS = dict(
     chat='messages stream stream_options tools parallel_tool_calls max_tokens max_completion_tokens stop n logprobs top_logprobs user metadata store service_tier chat_template_kwargs include_reasoning prompt_cache_key safety_identifier',
     responses='input instructions stream tools parallel_tool_calls max_output_tokens reasoning metadata user store include service_tier prompt_cache_key safety_identifier top_logprobs max_tool_calls',
@@ -151,6 +151,7 @@ def sanitize(
     for tool in body.get('tools') or () if isinstance(body.get('tools'), list) else ():
         f = tool.get('function', tool) if isinstance(tool, dict) else {}
         if isinstance(f, dict) and f.pop('strict', None): notes.append(f'strict tool {str(f.get("name"))[:40]!r} is a grammar: not enforced')
+    if isinstance(body.get('thinking'), dict) and body['thinking'].get('type') == 'enabled': notes.append('thinking.budget_tokens is left out'); del body['thinking']
     if body.get('model') not in (None, model): notes.append(f'model={str(body["model"])[:40]!r} is {model!r} here')
     if 'model' in body: body['model'] = model
     keep = {'model', 'tool_choice', *HARMLESS[wire].split()}
@@ -276,7 +277,7 @@ def _nothing(request_id, ids, n):
     from vllm.outputs import CompletionOutput, RequestOutput
     return RequestOutput(request_id, None, ids, None, [CompletionOutput(i, '', [], 0.0, [], finish_reason='length') for i in range(n)], True, num_cached_tokens=0)
 
-# %% ../nbs/02_chat_server.ipynb #a500c75d
+# %% ../nbs/02_chat_server.ipynb #dd118911
 class _EngineClient:
     "What vLLM's handlers ask of an engine."
     errored, dead_error = False, None
@@ -288,6 +289,8 @@ class _EngineClient:
     def check_admission(self, n=1): pass
     def generate(self, prompt, params, request_id, **_): return CALL.get().answer(params, request_id)
 
+_NOT_OPTIONS = {'add_generation_prompt', 'continue_final_message', 'chat_template', 'conversation', 'documents', 'tools', 'tokenize', 'return_dict'}      # what a client may not tell the template
+
 def _splicer(*args, **kwargs):
     "An OnlineRenderer whose prompts come from the tree."
     from vllm.exceptions import VLLMValidationError
@@ -296,7 +299,8 @@ def _splicer(*args, **kwargs):
         async def preprocess_chat(self, request, messages, *args, tool_dicts=None, **kwargs):
             call = CALL.get(); call.request = request
             if tool_dicts and self.parser is None: raise VLLMValidationError('tools need a parser for their calls: write chat.tool_parser in the recipe, such as hermes')
-            try: ids = call.read(messages, tool_dicts, getattr(request, 'chat_template_kwargs', None) or {})
+            options = {k: v for k, v in self.effective_chat_template_kwargs(request).items() if v is not None and k not in _NOT_OPTIONS}
+            try: ids = call.read(messages, tool_dicts, options)
             except (ChatError, RenderError) as e: raise VLLMValidationError(str(e)) from None
             request.kv_transfer_params = dict(prompt_token_ids=ids)
             return await super().preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kwargs)

@@ -9,7 +9,7 @@ from notebooks import NBS, ROOT
 EVIDENCE = NBS/'evidence'
 TWO = 'engines=2 runners=2 policy.ranks=2'
 RUNS = {'smollm2': ('smollm2', '', [0]), 'tiny': ('tiny', '', [0, 1, 2]), 'tiny-moe': ('tiny-moe', '', [0, 1, 2]),        # name: (recipe, overrides, seeds)
-        'tiny-calc': ('tiny-calc', '', [0, 1, 2]), 'tiny-2x2': ('tiny', TWO, [0, 1, 2]), 'tiny-moe-2x2': ('tiny-moe', f'{TWO} policy.expert_parallel=2', [0, 1, 2])}
+        'tiny-calc': ('tiny-calc', '', [0, 1, 2]), 'tiny-tools': ('tiny-tools', '', [0, 1, 2]), 'tiny-2x2': ('tiny', TWO, [0, 1, 2]), 'tiny-moe-2x2': ('tiny-moe', f'{TWO} policy.expert_parallel=2', [0, 1, 2])}
 
 def prove(name, model, overrides, seed):
     run = ROOT/'runs'/f'prove-{time.strftime("%Y%m%d-%H%M%S")}-{name}-{seed}'; run.mkdir(parents=True)
@@ -17,7 +17,7 @@ def prove(name, model, overrides, seed):
                     '-p', 'model', model, '-p', 'seed', str(seed), '-p', 'out_dir', str(run), *(['-p', 'overrides', overrides] if overrides else [])], cwd=ROOT, check=True)
     to = EVIDENCE/f'{name}-seed{seed}'; to.mkdir(parents=True, exist_ok=True)
     for f in ('metrics.jsonl', 'answers.json', 'recipe.yaml'): shutil.copy(run/f, to/f)
-    recipe = (to/'recipe.yaml').read_text().replace(str(run), f'runs/{name}'); (to/'recipe.yaml').write_text(recipe)
+    recipe = (to/'recipe.yaml').read_text().replace(str(run), f'runs/{name}').replace(f'{ROOT}/', ''); (to/'recipe.yaml').write_text(recipe)
 
 def picture():
     import matplotlib; matplotlib.use('agg')
