@@ -1,10 +1,11 @@
 """On the real stack every estimator and correction can be named in the recipe, and a teacher with the student's weights teaches exactly nothing."""
-import asyncio, math
+import asyncio, json, math, subprocess, sys
 import pytest
 from molt_nb.async_loop import AsyncLoop
 from molt_nb.corrections import CORRECTIONS
 from molt_nb.estimators import ESTIMATORS
 from molt_nb.recipes import RecipeError, load_recipe
+from procs import ROOT
 
 def test_they_run_by_name(tmp_path):
     "One run; between two steps its recipe names another estimator and another correction."
@@ -27,3 +28,9 @@ def test_they_run_by_name(tmp_path):
                                          ('correction=importance algorithm.correction_options={of: tv, mode: clip}', 'a tv is no weight'), ('estimator_options={kl_coef: 0.1}', "no option 'kl_coef'")])
 def test_what_cannot_be_is_refused_before_anything_starts(words, fault):
     with pytest.raises(RecipeError, match=fault): load_recipe('tiny', f'algorithm.{words}')
+
+def test_the_page_that_adds_one(tmp_path):
+    "Notebook 16, all of it: its own asserts look at the log of the run."
+    out = tmp_path/'out.ipynb'
+    subprocess.run([sys.executable, '-m', 'papermill', '16_add_your_own.ipynb', str(out), '--no-progress-bar', '--log-level', 'ERROR'], cwd=ROOT/'nbs', check=True, timeout=600)
+    assert '`estimator/winners`' in out.read_text() and all(c.get('execution_count') for c in json.loads(out.read_text())['cells'] if c['cell_type'] == 'code')
