@@ -7,8 +7,8 @@ __all__ = ['FINISH_REASONS', 'OUTCOMES', 'SCENARIOS', 'Turn', 'Span', 'Segment',
            'load_trajectories', 'show', 'RenderError', 'PrefixBroken', 'Renderer', 'TemplateReport', 'check_template',
            'load_tokenizer']
 
-# %% ../nbs/00_tokens.ipynb #5747be20
-import difflib, html, itertools, json, os, re
+# %% ../nbs/00_tokens.ipynb #3bba6de3
+import difflib, hashlib, html, itertools, json, marshal, os, re
 from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np
@@ -227,7 +227,7 @@ def show(
     hint = lambda t, s: f'{t}: id {ids[t]}' + (f', log-prob {logprobs[t]:.3f}, version {versions[t]}' if s.kind == 'action' else '')
     return _View([(s, [(tokenizer.decode([ids[t]]), hint(t, s)) for t in range(s.start, s.stop)]) for s in segment.spans])
 
-# %% ../nbs/00_tokens.ipynb #43ed65be
+# %% ../nbs/00_tokens.ipynb #63cc71e5
 class RenderError(ValueError):
     "The chat template cannot render these messages."
 
@@ -247,13 +247,13 @@ _MARK = '\ue000{}\ue001'    # stands for the n-th guarded literal of a render
 _any_of = lambda literals: re.compile('|'.join([*map(re.escape, sorted(literals, key=len, reverse=True)), '[\ue000-\ue003]']))
 
 class Renderer:
-    "From messages to ids and on, for a tokenizer with a chat template; it knows no conversation, each call gets the whole one."
+    "From messages to ids and on, for a tokenizer with a chat template. Each call gets the whole conversation; `options` and template stay as they are."
     def __init__(self,
         tokenizer,  # a transformers tokenizer with a chat template
         **options,  # handed to the template: tools, enable_thinking, ...
     ):
         if not getattr(tokenizer, 'chat_template', None): raise RenderError('the tokenizer has no chat_template: set one, or use an instruct model')
-        self.tokenizer, self.options, self._parts, self._kept = tokenizer, options, False, set()
+        self.tokenizer, self.options, self._parts, self._kept, self._memory = tokenizer, options, False, set(), {}
         added = tokenizer.added_tokens_decoder
         self._added, special = set(added), {t.content for t in added.values() if t.special} | set(tokenizer.all_special_tokens)
         self._guards = {'assistant': _any_of(special)}
@@ -261,7 +261,7 @@ class Renderer:
         self._guards['other'] = _any_of(special | {t.content for t in added.values() if t.content.strip() and t.content in markup})
         self._closing = {i for i, t in added.items() if t.content in special or t.content in markup.split(_SENTINEL)[2]}
 
-# %% ../nbs/00_tokens.ipynb #e1719345
+# %% ../nbs/00_tokens.ipynb #283f1857
 @patch
 def _guard(self: Renderer, value, literals, pattern):
     "`value` with each guarded literal in its strings replaced by a mark; the literals are collected in order."
@@ -283,12 +283,22 @@ def _render(self: Renderer, messages, generate):
     except Exception as e: raise RenderError(f'the chat template refused roles {[m.get("role") for m in messages]}: {type(e).__name__}: {e}') from e
 
 @patch
-def _text(self: Renderer, messages, generate):
-    "The template's text with the literals back in place."
-    text, literals = self._render(messages, generate)
-    return re.sub('\ue000(\\d+)\ue001', lambda m: literals[int(m[1])], text)
+def _recall(self: Renderer, messages, keep=128):
+    "`_render` with the generation prompt; the latest `keep` are remembered, because the next turn asks for them again."
+    try: key = hashlib.blake2b(marshal.dumps(messages, 2), digest_size=16).digest()
+    except ValueError: return self._render(messages, True)     # not plain values: pictures
+    self._memory[key] = rendered = self._memory.pop(key, None) or self._render(messages, True)
+    for old in list(self._memory)[:-keep]: self._memory.pop(old, None)
+    return rendered
 
-# %% ../nbs/00_tokens.ipynb #d641fae2
+_unmarked = lambda text, literals: re.sub('\ue000(\\d+)\ue001', lambda m: literals[int(m[1])], text)   # the literals back in place
+
+@patch
+def _text(self: Renderer, messages, generate):
+    "The template's text as it reads."
+    return _unmarked(*self._render(messages, generate))
+
+# %% ../nbs/00_tokens.ipynb #022d7dcc
 @patch
 def _encode(self: Renderer, text, literals):
     "Ids of a rendered text; the literals behind its marks become ordinary tokens."
@@ -306,17 +316,19 @@ def _ordinary(self: Renderer, literal):
 
 @patch
 def _check_kept(self: Renderer, messages):
-    "RenderError when the template silently drops a message of some role (Phi's drops `tool`) or its `tool_calls`; each kind is tried once."
-    for n, m in enumerate(messages):
-        tries = {}
-        if m.get('content') and isinstance(m['content'], str) and m.get('role') != 'assistant':
-            tries[m.get('role'), n > 0] = dict(content=_Raw(_SENTINEL))     # gpt-oss's keeps a system message in front, and no later one
-        if m.get('tool_calls'): tries['tool_calls', True] = dict(tool_calls=[_named(call) for call in m['tool_calls']])
+    "RenderError when the template silently drops a message as it enters (Phi's drops `tool`, Mistral's v2 a tool's result before a user's text), or its `tool_calls`; each kind is tried once."
+    end, follow = len(messages), frozenset()    # up to the next assistant's turn: what is dropped later is a rewrite, and `extend` finds it
+    for n, m in reversed(list(enumerate(messages))):
+        role, tries = m.get('role'), {}
+        if m.get('content') and isinstance(m['content'], str) and role != 'assistant':
+            tries[role, n > 0, follow] = dict(content=_Raw(_SENTINEL))  # gpt-oss's keeps a system message in front, and no later one
+        if m.get('tool_calls'): tries['tool_calls', True, follow] = dict(tool_calls=[_named(call) for call in m['tool_calls']])
         for kind in tries.keys() - self._kept:
-            if _SENTINEL not in self._text(messages[:n] + [{**m, **tries[kind]}] + messages[n+1:], True):
+            if _SENTINEL not in self._render(messages[:n] + [{**m, **tries[kind]}] + messages[n+1:end], True)[0]:   # with marks: a user can type the sentinel
                 raise RenderError('the chat template drops tool_calls: write the call into the content' if 'tool_calls' in kind else
-                                  f'the chat template drops messages of role {kind[0]!r}: use another role, for example user')
+                                  f'the chat template drops messages of role {role!r}: use another role, for example user')
             self._kept.add(kind)
+        end, follow = (n, frozenset()) if role == 'assistant' else (end, follow | {role})
 
 def _named(call):
     "A tool call whose function is named by the sentinel."
@@ -326,7 +338,7 @@ def _named(call):
 def prompt(self: Renderer, messages: list) -> list[int]:
     "Ids of the whole conversation with the generation prompt. RenderError where the template refuses it or drops a message."
     self._check_kept(messages)
-    return self._encode(*self._render(messages, True))
+    return self._encode(*self._recall(messages))
 
 # %% ../nbs/00_tokens.ipynb #230bea42
 @patch
@@ -343,7 +355,7 @@ def _probe(self: Renderer):
     try: return markup + self._text(ask + said('') + [dict(role='tool', content=_Raw(_SENTINEL))], True)
     except RenderError: return markup
 
-# %% ../nbs/00_tokens.ipynb #f9e504a5
+# %% ../nbs/00_tokens.ipynb #4587cd7b
 @patch
 def text(self: Renderer, turn_ids: list) -> str:
     "The sampled text: closing markup and special tokens are gone."
@@ -354,7 +366,7 @@ def text(self: Renderer, turn_ids: list) -> str:
 @patch
 def _opening(self: Renderer, messages):
     "The prefill, if the generation prompt after `messages` ends with it."
-    return self.prefill if self._text(messages, True).endswith(self.prefill) else ''
+    return self.prefill if self.prefill and self._recall(messages)[0].endswith(self.prefill) else ''
 
 @patch
 def message(self: Renderer, messages: list, turn_ids: list) -> dict:
@@ -368,7 +380,7 @@ def _split(self: Renderer, messages, opening, more, generate):
     if text.count(_SENTINEL) != 1: raise RenderError('the chat template drops or repeats the text of an assistant message')
     return text.split(_SENTINEL)[1], literals
 
-# %% ../nbs/00_tokens.ipynb #6dbddf99
+# %% ../nbs/00_tokens.ipynb #8071db4b
 @patch
 def extend(self: Renderer,
     messages: list,      # the conversation that the engine answered
@@ -376,18 +388,37 @@ def extend(self: Renderer,
     new_messages: list,  # what follows: observations, tool results, a user's turn
 ) -> list[int]:          # ids to append after `turn_ids`
     "The ids between a sampled turn and the next one. PrefixBroken where the template rewrites the past."
-    before, reply = self._text(messages, True), self.message(messages, turn_ids)
-    said = self.text(turn_ids)
+    (before, known), reply, said = self._recall(messages), self.message(messages, turn_ids), self.text(turn_ids)
     self._check_kept(messages + [reply] + new_messages)
-    opening = reply['content'].removesuffix(said)
+    self._check_said(messages, reply['content'].removesuffix(said), new_messages)
+    full, literals = self._recall(messages + [reply] + new_messages)
+    stood = before + self._guard(said, list(known), self._guards['assistant'])
+    ids = self._encode(full[len(stood):], literals) if full.startswith(stood) else []
+    if shared := self._shared(ids, turn_ids): return ids[shared:]
+    return self._look_again(messages, turn_ids, new_messages, reply, said)
+
+@patch
+def _check_said(self: Renderer, messages, opening, more):
+    "RenderError when the template drops an assistant's text, or repeats it in what follows; tried once for each role that follows."
+    if (kind := ('said', *(m.get('role') for m in more[:1]))) not in self._kept: self._split(messages, opening, more, True)
+    self._kept.add(kind)
+
+@patch
+def _shared(self: Renderer, ids, turn_ids):
+    "How many of the first `ids` end the turn already: the stop token, and what was sampled after it."
+    return next((n for n in range(min(8, len(ids), len(turn_ids)), 0, -1) if ids[0] in self._closing and list(turn_ids[-n:]) == ids[:n]), 0)
+
+# %% ../nbs/00_tokens.ipynb #9fc85eb8
+@patch
+def _look_again(self: Renderer, messages, turn_ids, new_messages, reply, said):
+    "As `extend`, with the tail found by a sentinel."
+    opening, before, full = reply['content'].removesuffix(said), _unmarked(*self._recall(messages)), _unmarked(*self._recall(messages + [reply] + new_messages))
     tail, literals = self._split(messages, opening, new_messages, True)
-    after = re.sub('\ue000(\\d+)\ue001', lambda m: literals[int(m[1])], tail)
-    full = self._text(messages + [reply] + new_messages, True)
-    if full != before + said + after and not self._tidied(messages, reply, opening, before, full.removesuffix(after)):
-        raise PrefixBroken('the chat template renders the earlier conversation differently once the new messages are there', before + said + after, full)
-    ids, turn_ids = self._encode(tail, literals), list(turn_ids)
-    shared = next((n for n in range(min(8, len(ids), len(turn_ids)), 0, -1) if ids[0] in self._closing and turn_ids[-n:] == ids[:n]), 0)
-    if not shared and turn_ids and turn_ids[-1] in self._closing:
+    stood, after = before + said, _unmarked(tail, literals)
+    if full != stood + after and not self._tidied(messages, reply, opening, before, full.removesuffix(after)):
+        raise PrefixBroken('the chat template renders the earlier conversation differently once the new messages are there', stood + after, full)
+    ids = self._encode(tail, literals)
+    if not (shared := self._shared(ids, turn_ids)) and len(turn_ids) and turn_ids[-1] in self._closing:
         raise PrefixBroken(f'the turn ended with {self.tokenizer.decode(turn_ids[-1:])!r}, and the chat template writes something else there',
                            before + self.tokenizer.decode(turn_ids) + after, full)
     return ids[shared:]

@@ -8,7 +8,7 @@ from notebooks import NBS, ROOT, chapters
 
 NB_TIMEOUT, SUITE_TIMEOUT = 900, 1200      # against hanging only
 JOB = '20_async_loop'                      # is a job: tests/test_papermill.py runs all of it with papermill, as its user does
-LIGHT = ('test_bad_input', 'test_evidence')   # these start no Ray
+LIGHT = ('test_bad_input', 'test_evidence', 'test_templates')   # these start no Ray
 ONE = '''
 import sys
 from pathlib import Path
