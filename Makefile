@@ -11,7 +11,7 @@ EXPORT  := nbdev_export --file_re '^(\d\d_.*|index)\.ipynb$$'
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-lab lab export clean-nb check readme prove lock help
+.PHONY: demo test test-long test-all test-lab lab export clean-nb check readme prove lock help
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
 
@@ -29,6 +29,12 @@ demo: .venv/installed   ## train in front of your eyes; MODEL=tiny is the two-mi
 
 test: .venv/installed   ## every notebook's inline tests, and tests/
 	python tests/run_all.py
+
+test-long: .venv/installed ## the whole runs that `make test` leaves out: several engines and ranks, every algorithm by name, agent frameworks
+	python tests/run_all.py --long
+
+test-all: .venv/installed  ## both
+	python tests/run_all.py --all
 
 test-lab: .venv/installed ## run notebook 20 in JupyterLab, in a headless Chromium (on PATH, or CHROMIUM=path), with an edit between two steps
 	pip install --quiet --disable-pip-version-check playwright==1.65.2

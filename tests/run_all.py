@@ -1,6 +1,9 @@
 """Every notebook's inline tests, as nbdev_test runs them but each in a fresh process, then tests/ with pytest. Closes with `N passed, N failed`.
 
-    python tests/run_all.py [GLOB]      GLOB picks notebooks, such as '2*'; without it tests/ run as well"""
+    python tests/run_all.py             all notebooks, and tests/ but for the LONG ones (make test)
+    python tests/run_all.py --all       with those (what CI runs)
+    python tests/run_all.py --long      only those (make test-long)
+    python tests/run_all.py GLOB        the notebooks that GLOB picks, such as '2*'"""
 import os, signal, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +11,8 @@ from notebooks import NBS, ROOT, chapters
 
 NB_TIMEOUT, SUITE_TIMEOUT = 900, 1200      # against hanging only
 JOB = '20_async_loop'                      # is a job: tests/test_papermill.py runs all of it with papermill, as its user does
-LIGHT = ('test_bad_input', 'test_evidence', 'test_templates')   # these start no Ray
+LIGHT = ('test_bad_input', 'test_evidence', 'test_templates', 'test_algorithms')   # these start no Ray
+LONG = ('test_fleet', 'test_every_name', 'test_chat', 'test_staleness')            # whole runs beyond the shortest: several engines and ranks, every algorithm by name, agent frameworks, ages
 ONE = '''
 import sys
 from pathlib import Path
@@ -36,10 +40,11 @@ def report(name, result):
     if code: print(out[-6000:], flush=True)
     return code != 0
 
-def main(glob=None):
+def main(what='*'):
+    glob = None if what in ('*', '--all', '--long') else what
     run([sys.executable, '-c', 'from molt_nb.models import model_dir; model_dir("tiny")'], ROOT, NB_TIMEOUT)      # once, with the machine to itself; a failure shows in the notebooks
-    books = [(p.name, [sys.executable, '-c', ONE, str(p), str(ROOT)], NBS, NB_TIMEOUT) for p in chapters(glob or '*') if glob or p.stem != JOB]
-    suites = [] if glob else [(f'tests/{p.name}', [sys.executable, '-m', 'pytest', '-q', str(p)], ROOT, SUITE_TIMEOUT) for p in sorted((ROOT/'tests').glob('test_*.py'))]
+    books = [] if what == '--long' else [(p.name, [sys.executable, '-c', ONE, str(p), str(ROOT)], NBS, NB_TIMEOUT) for p in chapters(glob or '*') if glob or p.stem != JOB]
+    suites = [] if glob else [(f'tests/{p.name}', [sys.executable, '-m', 'pytest', '-q', str(p)], ROOT, SUITE_TIMEOUT) for p in sorted((ROOT/'tests').glob('test_*.py')) if what == '--all' or (p.stem in LONG) == (what == '--long')]
     light = [s for s in suites if Path(s[0]).stem in LIGHT]; runs = [s for s in suites if s not in light]
     bad, jobs = 0, books + suites
     for some, width in ((books + light, 2), (runs, 1)):   # whole runs one at a time: Ray gives its own agents 15 s to start, and each run wants both cores
