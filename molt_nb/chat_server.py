@@ -46,12 +46,13 @@ def plain_messages(
         else: out.append(new)
     return out
 
-# %% ../nbs/02_chat_server.ipynb #0a707603
+# %% ../nbs/02_chat_server.ipynb #bfb28e86
 def _add(key, m):
     "The key of a conversation whose prefix has `key` and whose next message is `m`."
     calls = [(c['function']['name'], c['function']['arguments']) for c in m.get('tool_calls', ())]
     text = m['content'].strip() if m['role'] == 'assistant' else m['content']
-    return hashlib.blake2b(key + json.dumps([m['role'], text, calls], sort_keys=True).encode('utf8', 'surrogatepass'), digest_size=16).digest()
+    told = f'{m["role"]} {len(text)} {text}' + (json.dumps(calls, sort_keys=True) if calls else '')
+    return hashlib.blake2b(key + told.encode('utf8', 'surrogatepass'), digest_size=16).digest()
 
 def prefix_keys(
     messages,       # plain messages
