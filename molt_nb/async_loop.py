@@ -354,12 +354,14 @@ async def _train(self:AsyncLoop, rollouts, rows, advantages):
     out = await self._all('policy', [p.step.remote(*batch, objective, r.algorithm.updates_per_batch, self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
     metrics, rows.old_logprobs = out[0]; return metrics
 
-# %% ../nbs/20_async_loop.ipynb #97fee6fe
+# %% ../nbs/20_async_loop.ipynb #d3d00222
 def _reward_stats(rollouts): return {'reward/mean': float(rollouts.reward.mean()), 'reward/std': float(rollouts.reward.std(unbiased=False))}
 
 def _turn_stats(trajectories):
     spans = [s for t in trajectories for seg in t.segments for s in seg.spans if s.kind == 'action']
-    return {'turns/cut': sum(s.finish_reason == 'length' for s in spans)/max(1, len(spans)), 'engine/cached_fraction': sum(s.cached for s in spans)/max(1, sum(s.start for s in spans))}
+    chats = [t.info for t in trajectories if 'overruled' in t.info]
+    chat = {f'chat/{k}': sum(i.get(k, 0) for i in chats)/len(chats) for k in ('branched', 'rewritten', 'overruled') if chats}
+    return {'turns/cut': sum(s.finish_reason == 'length' for s in spans)/max(1, len(spans)), 'engine/cached_fraction': sum(s.cached for s in spans)/max(1, sum(s.start for s in spans)), **chat}
 
 def _age_stats(age, rows): return {'staleness/mean': float(age.sum())/max(1, int(rows.mask.sum())), 'staleness/max': float(age.max())}
 
