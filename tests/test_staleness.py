@@ -1,8 +1,8 @@
 """Old tokens on the real stack: what is too old is not trained, no task is lost, and each token of a rollout that crosses syncs belongs to its own version."""
 import asyncio, json, random, sys, time
 import numpy as np, pytest, ray, torch
-from molt_nb.agents import Env
-from molt_nb.async_loop import AsyncLoop
+from molt_nb.agents import Env, Limits
+from molt_nb.async_loop import AsyncLoop, Runner
 from molt_nb.batches import make_batch
 from molt_nb.engines import Engine, EngineConfig, Sampling, engine_env
 from molt_nb.inspector import save_trace
@@ -16,16 +16,20 @@ from molt_nb.weight_sync import WeightSync
 SMALL = 'pool.groups_per_batch=4 pool.samples_per_group=4 pool.groups_in_flight=10 pool.queue_groups=4 pool.max_staleness=1 '
 
 class Slow(Env):
-    "Arithmetic whose grader takes as long as several training steps for one task in six; a coin says what the last answer is worth."
+    "Arithmetic whose tool takes as long as several training steps for one task in six; a coin says what the last answer is worth."
     @classmethod
     def tasks(cls, n, seed): return [dict(id=f'{"slow" if i % 6 == 0 else "fast"}{i}', a=i) for i in range(n)]
     async def reset(self, task): self.task, self.turns = task, 0; return [dict(role='user', content=f'What is {task["a"]} + 1?')]
     async def step(self, action):
         self.turns += 1
-        if self.task['id'].startswith('slow'): await asyncio.sleep(.8)
+        if self.task['id'].startswith('slow') and self.turns < 4: await asyncio.sleep(.8)
         return [dict(role='user', content='Again.')], float(self.turns == 4 and random.random() < .5), self.turns == 4, False, {}
 
-async def live(run): return [(await asyncio.wrap_future(h.status.remote().future()))['live'] for h in run.engines.handles.values()]
+async def live(run, n):
+    "Wait until the engine has `n` requests."
+    async with asyncio.timeout(20):
+        while (found := (await asyncio.wrap_future(run.engines.handles['engine0'].status.remote().future()))['live']) != n: await asyncio.sleep(.05)
+    return found
 
 def whole(run):
     "Group ledger and task ledger balance, whatever the state of the run."
@@ -41,13 +45,13 @@ def test_max_staleness_is_never_exceeded(tmp_path, too_old):
         try:
             await run.start(); t = time.time()
             for _ in range(20): await run.step(); whole(run)
-            seconds, alive = time.time()-t, await run._bridge(live(run))
+            seconds, alive = time.time()-t, await run._bridge(live(run, 0))
         finally: await run.close()
         return run, seconds, alive
     run, seconds, alive = asyncio.run(main()); h = run.history; ledger, fates = whole(run)
     aborted, requeued, masked = (sum(x.get(k, 0) for x in h) for k in ('groups/aborted', 'groups/requeued', 'staleness/masked'))
     print(f'{too_old}: {seconds:.0f} s; staleness mean {np.mean([x["staleness/mean"] for x in h]):.2f}, max {max(x["staleness/max"] for x in h):.0f}; {aborted:.0f} aborted, {requeued:.0f} requeued, masked {masked/20:.3f}; {ledger}')
-    assert h[-1]['optimizer_step'] == 40 and h[-1]['version'] == 19
+    assert alive == 0 and h[-1]['optimizer_step'] == 40 and h[-1]['version'] == 19
     assert max(x['staleness/max'] for x in h) == 1 and all(abs(sum(v for k, v in x.items() if k.startswith('staleness/share/')) - 1) < 1e-6 for x in h)
     assert all(x['sync/mismatch'] <= 1e-4 for x in h)
     assert (aborted > 0 and requeued >= aborted and masked == 0) if too_old == 'requeue' else (aborted == 0 and masked > 0)
@@ -121,3 +125,16 @@ def cluster(tmp_path_factory):
     policy = actor(Keeping, policy_env(PolicyConfig())).remote(path, PolicyConfig(lr=3e-3))
     ray.get([engine.start.remote(), policy.build.remote()]); yield path, engine, policy
     ray.get(engine.stop.remote()); ray.shutdown()
+
+def test_an_aborted_rollout_leaves_the_engine(cluster):
+    "Cancelled in its runner, its request is gone from the engine, which is paused meanwhile: it cannot have ended by itself."
+    path, engine, _ = cluster
+    async def scene():
+        runner = actor(Runner, dict(OMP_NUM_THREADS='1'), max_concurrency=16).remote(ray.cloudpickle.dumps(Slow), str(path), Limits(max_new_tokens=400, max_row_tokens=500))
+        async def live(n):
+            async with asyncio.timeout(20):
+                while (await engine.status.remote())['live'] != n: await asyncio.sleep(.01)
+        ref = runner.rollout.remote(dict(id='fast', a=1), 0, 0, 0, engine); await live(1)
+        await engine.pause.remote('reprefill'); await asyncio.sleep(.5); await live(1)
+        ray.cancel(ref); await live(0); await engine.resume.remote()
+    asyncio.run(scene())
