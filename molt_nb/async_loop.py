@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'seconds_left', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #69069a4b
+# %% ../nbs/20_async_loop.ipynb #88549d6d
 import ast, asyncio, atexit, contextlib, difflib, json, os, sys, threading, time
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 import numpy as np, psutil, ray, torch, yaml
@@ -19,7 +20,7 @@ from .engines import Engine, EngineError, engine_env
 from .metrics import LogWriter, known_metrics
 from .models import model_dir
 from .policy import Policy, PolicyError, policy_env
-from .pool import Pool
+from .pool import Pool, mask_too_old, staleness_stats
 from .recipes import Recipe, RecipeError, load_recipe, make_objective, project_dir
 from .tokens import Renderer, Trajectory, load_tokenizer
 from .router import DEAD, EngineGroup, EngineLost, ProcessDied, RunError, actor, chat_outputs, start_ray, within
@@ -95,7 +96,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version, names=names)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #47823be8
+# %% ../nbs/20_async_loop.ipynb #18b5016f
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -103,7 +104,7 @@ class AsyncLoop:
         agent=None,     # an Env class defined in a cell; None takes the one that the recipe names
     ):
         self.recipe, self.agent = recipe, agent
-        self.version, self.optimizer_step, self.history, self.timeline, self.startup = 0, 0, [], [], {}
+        self.version, self.optimizer_step, self.history, self.timeline, self.startup = 0, 0, [], deque(maxlen=20_000), {}     # timeline: the newest intervals
         self.policies, self.references, self.teachers, self.runners, self.reruns, self.restarts = [], [], [], [], 0, 0
         self._weights, self.sync, self.broken = asyncio.Lock(), None, None
         self.engines = self.judges = self.pool = self.log = self._thread = self._loop = self._stepping = None
@@ -114,7 +115,7 @@ class AsyncLoop:
         if self._closed or self._loop is None: coro.close(); raise RunError('the run is closed' if self._closed else 'await run.start() first')
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
-# %% ../nbs/20_async_loop.ipynb #8671661a
+# %% ../nbs/20_async_loop.ipynb #63173660
 @patch
 async def start(self:AsyncLoop) -> dict:
     "Start everything; returns seconds by part. On failure all is taken down again and RunError says what failed."
@@ -127,7 +128,7 @@ async def start(self:AsyncLoop) -> dict:
 
 @patch
 async def step(self:AsyncLoop) -> dict:
-    "One training batch: wait for groups, train, publish. Returns its metrics."
+    "One training batch: wait for groups, train, publish. Returns its metrics; None when the data have ended (pool.epochs)."
     async def one():
         if self._stepping is None or self._stepping.done(): self._stepping = asyncio.ensure_future(self._step())
         return await asyncio.shield(self._stepping)
@@ -213,7 +214,7 @@ async def _first_publication(self:AsyncLoop):
     self.probe = Renderer(tok).prompt([dict(role='user', content='What is 1 + 2? Reply with just the number.')])
     async with self._weights: self.sync = WeightSync(self.policies, r.sync.timeout_s); await self._publish(0)
 
-# %% ../nbs/20_async_loop.ipynb #826ef8ad
+# %% ../nbs/20_async_loop.ipynb #34311ead
 @patch
 async def _publish(self:AsyncLoop, version):
     "Send the policy's weights to all engines as `version`, then compare both sides on the probe. An engine that fails is replaced, and the others are served."
@@ -228,6 +229,7 @@ async def _publish(self:AsyncLoop, version):
             for name, why in e.failed.items(): self.engines.lost(name, f'{why} ({e})', members[name])
             continue
         self.version = version; self._mark('sync', t, f'version {version}')
+        if self.pool: self.pool.grant(version)
         found = await asyncio.gather(*(self._probe(n, h, version) for n, h in members.items()))
         worst = {n: gap for n, gap in zip(members, found) if gap is not None and self.engines.handles.get(n) is members[n]}      # not one that died since
     for n in worst: self.engines.router.mark(n, 'up')
@@ -257,14 +259,18 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (sync.probe_tolerance, or sync.bf16_tolerance where one side computes in bfloat16). Look at the first token that is off: all of them, and it is the weights or the temperature; single ones, and it is precision\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #a32fbfeb
+# %% ../nbs/20_async_loop.ipynb #778808fb
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     deaths = 0
     while True:
         runner = self.runners[(group + sample + deaths) % len(self.runners)]
         async with self.engines.lease(group) as (name, engine), self._judge(group) as judge:
-            try: return await within(runner.rollout.remote(task, group, sample, seed, engine, judge), self.recipe.limits.episode_timeout_s + 60, f'rollout {group}/{sample}', 'limits.episode_timeout_s')
+            t0, ref = time.perf_counter(), runner.rollout.remote(task, group, sample, seed, engine, judge)
+            try:
+                t = await within(ref, self.recipe.limits.episode_timeout_s + 60, f'rollout {group}/{sample}', 'limits.episode_timeout_s')
+                self._mark(name, t0, f'rollout {group}/{sample}: {t.n_actions} tokens'); return t
+            except asyncio.CancelledError: ray.cancel(ref, force=False); raise
             except EngineLost as e: self.engines.lost(name, str(e), engine)      # which counts, and ends the run when it is too often
             except ProcessDied:
                 deaths += 1
@@ -297,34 +303,35 @@ def _open_log(self:AsyncLoop):
     r = self.recipe; self.out.mkdir(parents=True, exist_ok=True)
     (self.out/'recipe.yaml').write_text(yaml.safe_dump(yaml.safe_load(yaml.safe_dump(_plain(asdict(r)))), sort_keys=False))
     self.log = LogWriter(self.out/'metrics.jsonl')
-    self.pool = Pool(r.pool, self.tasks, self._rollout, seed=r.seed, record=lambda who, t0, t1, what: self._mark(who, t0, what, t1))
+    self.pool = Pool(r.pool, self.tasks, self._rollout, seed=r.seed, total=r.steps*r.pool.groups_per_batch, record=lambda who, t0, t1, what: self._mark(who, t0, what, t1))
     self._tick = time.perf_counter()
 
 def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id'}, sort_keys=True, default=str)
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #54efae87
+# %% ../nbs/20_async_loop.ipynb #a2b568f6
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
     if self.broken: raise RunError(f'an earlier step failed after the policy had begun to change, so its weights have no version: close this run. It failed with: {self.broken}')
-    self.pool.grant()
-    groups = await self.pool.next_batch(r.pool.groups_per_batch, self.version); t1 = time.perf_counter()
+    groups = await self.pool.next_batch(r.pool.groups_per_batch, self.version); t1 = time.perf_counter(); self._mark('wait', t0, 'for rollouts', t1)
+    if not groups: return None
     trajectories = [t for g in groups for t in g.trajectories]
     rollouts, rows, report = make_batch(trajectories, self.tokenizer.pad_token_id or 0, group_size=r.pool.samples_per_group)
     rollouts, rows, shaped = estimators.shape_rewards(r.shaping, rollouts, rows, r.limits.max_row_tokens)
+    if r.pool.too_old == 'mask': report.update(mask_too_old(rows, self.version, r.pool.max_staleness))
     report['batch/trainable_tokens'] = int(rows.mask.sum())
     await self._reference_logprobs(rows)
     advantages, stats = self._advantages(rollouts, rows)
-    age = self.version - torch.where(rows.mask, rows.versions, self.version)
+    age = staleness_stats(rows, self.version)
     async with self._weights:
         try:
-            trained = await self._train(rollouts, rows, advantages); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
+            trained = await self._train(rollouts, rows, advantages, len(groups)); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
             synced = await self._publish(self.version+1); t3 = self._tick = time.perf_counter()
         except BaseException as e: self.broken = e; raise
     times = {'time/wait_for_rollouts': t1-t0, 'time/sync': t3-t2, 'time/step': t3-t0, 'time/between_steps': idle}
-    metrics = {**report, **shaped, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **_age_stats(age, rows), **self._pool_stats(t3-t0+idle), 'version': self.version-1}
+    metrics = {**report, **shaped, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **age, **self._pool_stats(t3-t0+idle), 'version': self.version-1}
     self.history.append(metrics)
     for alarm in self.log.write(len(self.history)-1, metrics): print(f'ALARM at step {len(self.history)-1}: {alarm}', flush=True)
     return metrics
@@ -343,15 +350,15 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #af211e08
+# %% ../nbs/20_async_loop.ipynb #96e91da1
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
 
 @patch
-async def _train(self:AsyncLoop, rollouts, rows, advantages):
+async def _train(self:AsyncLoop, rollouts, rows, advantages, n_groups):
     r = self.recipe; batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective, names = self._objective(), list(known_metrics())
-    out = await self._all('policy', [p.step.remote(*batch, objective, r.algorithm.updates_per_batch, self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
+    out = await self._all('policy', [p.step.remote(*batch, objective, min(n_groups, r.algorithm.updates_per_batch), self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
     metrics, rows.old_logprobs = out[0]; return metrics
 
 # %% ../nbs/20_async_loop.ipynb #d3d00222
@@ -363,15 +370,13 @@ def _turn_stats(trajectories):
     chat = {f'chat/{k}': sum(i.get(k, 0) for i in chats)/len(chats) for k in ('branched', 'rewritten', 'overruled') if chats}
     return {'turns/cut': sum(s.finish_reason == 'length' for s in spans)/max(1, len(spans)), 'engine/cached_fraction': sum(s.cached for s in spans)/max(1, sum(s.start for s in spans)), **chat}
 
-def _age_stats(age, rows): return {'staleness/mean': float(age.sum())/max(1, int(rows.mask.sum())), 'staleness/max': float(age.max())}
-
 @patch
 def _pool_stats(self:AsyncLoop, seconds):
     "Since the last step: rewards as the environment gave them, speed, and what was lost or left out."
-    tally, restarts = self.pool.take_tally(), sum(self.engines.restarts.values())
+    self.pool.check(); tally, restarts = self.pool.take_tally(), sum(self.engines.restarts.values())
     new, self.restarts, reruns, self.reruns = restarts - self.restarts, restarts, self.reruns, 0
-    counted = {f'{k}': float(tally[k]) for k in ('groups/dropped', 'groups/requeued', 'rollouts/error', 'rollouts/invalid')}
-    return {'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), **counted,
+    counted = {f'{k}': float(tally[k]) for k in ('groups/dropped', 'groups/requeued', 'groups/aborted', 'rollouts/error', 'rollouts/invalid')}
+    return {'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), 'rollouts/duplicates': tally['duplicates']/max(1, tally['usable']), **counted,
             'rollouts/filtered_groups': float(tally['groups/filtered']), 'engine/restarts': float(new), 'rollouts/rerun': float(reruns), 'memory/driver_mb': psutil.Process().memory_info().rss/2**20}
 
 # %% ../nbs/20_async_loop.ipynb #446710d5

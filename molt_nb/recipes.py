@@ -44,7 +44,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     updates_per_batch: int = 1                  # optimizer steps a batch
 
-# %% ../nbs/26_recipes.ipynb #a5654559
+# %% ../nbs/26_recipes.ipynb #80c6ca57
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -52,9 +52,12 @@ class PoolConfig:
     samples_per_group: int = 8      # rollouts of one task
     groups_in_flight: int = 12      # groups being generated at once
     queue_groups: int = 6           # finished groups that may wait; then generation waits
-    max_staleness: int = 2          # policy versions; an older group is dropped and its task queued again
+    max_staleness: int = 2          # policy versions; nothing older is trained
+    too_old: str = 'requeue'        # what would be older is aborted, its task queued again: requeue; it goes on, and its old tokens are not trained: mask
+    max_requeues: int = 4           # times that a task is queued again before it is dropped
     filter_no_spread: bool = True   # groups whose rewards are all equal carry no signal: sample another task instead
     synchronous: bool = False       # generate, train, sync, strictly in turn
+    epochs: int | None = None       # passes over the data; then the run ends, with a last batch of what is left. None: only `steps` counts
     max_barren_groups: int = 200    # finished groups in a row without one to train (all filtered or dropped) stop the run
     max_failure_rate: float = 0.5   # more failed rollouts than that, over the last 64, stop the run
     watchdog_s: float = 300.0       # seconds without one finished rollout or training step before the run stops
@@ -231,7 +234,7 @@ def _algorithm_faults(r):
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #619c4b08
+# %% ../nbs/26_recipes.ipynb #61f2fdbf
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -246,6 +249,8 @@ def _size_faults(r):
         if not at > 0: yield f"'{path}' is {at}; write a number above 0"
     if r.max_minutes is not None and not r.max_minutes > 0: yield f"'max_minutes' is {r.max_minutes}; write a number above 0, or null"
     if p.max_staleness < 0: yield f"'pool.max_staleness' is {p.max_staleness}: no group would ever be young enough; write 0 or more"
+    if p.max_requeues < 0: yield f"'pool.max_requeues' is {p.max_requeues}; write 0 (drop at once) or more"
+    if p.epochs is not None and p.epochs < 1: yield f"'pool.epochs' is {p.epochs}; write at least 1, or null"
     if not 0 < p.max_failure_rate <= 1: yield f"'pool.max_failure_rate' is {p.max_failure_rate}; write a fraction above 0, up to 1"
     if e.request_timeout_s >= lim.episode_timeout_s: yield f"'engine.request_timeout_s' {e.request_timeout_s:g} is not below 'limits.episode_timeout_s' {lim.episode_timeout_s:g}: an engine that hangs would end episodes as errors instead of being replaced; lower the first or raise the second"
     if e.max_restarts < 0: yield f"'engine.max_restarts' is {e.max_restarts}; write 0 or more"
@@ -254,7 +259,7 @@ def _size_faults(r):
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #53e3907b
+# %% ../nbs/26_recipes.ipynb #9de0b987
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -262,7 +267,7 @@ def _choice_faults(r):
     for name, off in (('top_p', 1.0), ('top_k', 0), ('min_p', 0.0)):
         if getattr(s, name) != off: yield f"'sampling.{name}'={getattr(s, name)} changes the engine's distribution in a way that the trainer's forward does not: every ratio would be biased; write {off}"
     if r.device not in ('cpu', 'cuda'): yield f"'device' is {r.device!r}; write cpu or cuda"
-    choices = {'sync.in_flight': ('reprefill', 'continue', 'drain'), 'engine.dtype': ('auto', 'float32', 'bfloat16'), 'policy.autocast': (None, 'auto', 'bfloat16'),
+    choices = {'pool.too_old': ('requeue', 'mask'), 'sync.in_flight': ('reprefill', 'continue', 'drain'), 'engine.dtype': ('auto', 'float32', 'bfloat16'), 'policy.autocast': (None, 'auto', 'bfloat16'),
                'chat.on_change': ('override', 'refuse'), 'policy.schedule': tuple(SCHEDULES), 'algorithm.aggregation': ('token_mean', 'seq_mean', 'prompt_mean', 'fixed')}
     for path, allowed in choices.items():
         group, leaf = path.split('.'); value = getattr(getattr(r, group), leaf)
