@@ -185,7 +185,7 @@ def _judge(self:Pool):
         self.error = self.error or PoolError(f'{failed} of the last {len(self.recent)} rollouts failed. The commonest reason ({n} times): {reason}')
         self.changed.set()
 
-# %% ../nbs/24_pool.ipynb #20f1aebf
+# %% ../nbs/24_pool.ipynb #538fde54
 @patch
 async def next_batch(
     self:Pool,
@@ -193,7 +193,7 @@ async def next_batch(
     version:int,    # the policy version that will be trained
 ) -> list[Group]:   # fewer at the end of the data, none after it
     "The next `n` finished groups in completion order, none too old. Raises PoolError, or what a rollout raised."
-    self.grant(version); self.asked = self.counts['trained']+n; self.fill(); self.progress = time.perf_counter()
+    self.grant(version); self.training, self.asked = False, self.counts['trained']+n; self.fill(); self.progress = time.perf_counter()
     while True:
         if self.error: raise self.error
         for g in [g for g in self.ready if self._too_old(g, version)]: self.ready.remove(g); self._settle(g, 'requeued', 'too old while it waited'); self.fill()

@@ -63,7 +63,7 @@ class SimEngine:
             await future; await asyncio.sleep(wait)
         finally: self.change(-1)
 
-# %% ../nbs/41_simulation.ipynb #f4758e0f
+# %% ../nbs/41_simulation.ipynb #0b40658e
 @dataclass
 class Measured:
     "What a run's log and timeline say about its parts; seconds."
@@ -81,6 +81,14 @@ def _load(spans):
     area = np.concatenate([[0], np.cumsum(n[:-1]*np.diff(times))])
     return np.diff(np.interp(spans, times, area))[:, 0]/np.maximum(1e-9, np.diff(spans)[:, 0])
 
+def _fit(x, y):
+    "Least squares with coefficients >= 0: the best of all subsets of the columns."
+    best = (np.inf, None)
+    for some in itertools.chain.from_iterable(itertools.combinations(range(x.shape[1]), n) for n in range(1, x.shape[1]+1)):
+        c = np.zeros(x.shape[1]); c[list(some)] = np.linalg.lstsq(x[:, some], y, rcond=None)[0]
+        if (c >= 0).all(): best = min(best, (float(((x@c-y)**2).sum()), tuple(c)))
+    return best[1]
+
 def measure(
     history:list[dict], # run.history
     timeline,           # run.timeline
@@ -96,8 +104,7 @@ def measure(
     seconds, tokens = np.array([f[2]-f[1] for f in found]), np.array([f[5] for f in found], dtype=float); load = np.zeros(len(found))
     for who in {f[0] for f in found}:
         mine = [i for i, f in enumerate(found) if f[0] == who]; load[mine] = _load(np.array([found[i][1:3] for i in mine]))
-    from scipy.optimize import nnls
-    (a, b, _), _ = nnls(np.stack([tokens, tokens*load, np.ones_like(tokens)], 1), seconds)
+    a, b, _ = _fit(np.stack([tokens, tokens*load, np.ones_like(tokens)], 1), seconds)
     groups = {}
     for f, n, s, k in zip(found, tokens, seconds, load): groups.setdefault(f[3], []).append((n, max(0.0, s - n*(a + b*k))))
     size = max(map(len, groups.values())); trained = sum(h['rollouts/trained'] for h in steps)/size; filtered = sum(h['rollouts/filtered_groups'] for h in steps)
