@@ -136,6 +136,12 @@ def _tool_choice(value):
     kind = value.get('type') if isinstance(value, dict) else value
     return (kind, True) if kind in ('auto', 'none') else ('auto', False)
 
+def _whole(item):
+    "An assistant's message of the Responses wire in one piece: vLLM reads the first part of it, and no other."
+    if not isinstance(item, dict) or item.get('role') != 'assistant' or not isinstance(item.get('content'), list): return item
+    texts = [part.get('text', part.get('refusal')) if isinstance(part, dict) else None for part in item['content']]
+    return dict(role='assistant', content=''.join(texts)) if all(isinstance(t, str) for t in texts) else item
+
 def sanitize(
     wire,       # 'chat', 'responses' or 'anthropic'
     body,       # the request's JSON object; changed in place
@@ -148,7 +154,8 @@ def sanitize(
     if 'tool_choice' in body and body['tool_choice'] is not None:
         choice, kept = _tool_choice(body['tool_choice'])
         if not kept: notes.append(f'tool_choice={json.dumps(body["tool_choice"])[:60]} is a grammar: tools may be used, not must')
-        body['tool_choice'] = dict(type=choice) if wire == 'anthropic' else choice
+        single = {k: v for k, v in body['tool_choice'].items() if k == 'disable_parallel_tool_use'} if wire == 'anthropic' and isinstance(body['tool_choice'], dict) else {}
+        body['tool_choice'] = dict(type=choice, **single) if wire == 'anthropic' else choice
     for tool in body.get('tools') or () if isinstance(body.get('tools'), list) else ():
         f = tool.get('function', tool) if isinstance(tool, dict) else {}
         if isinstance(f, dict) and f.pop('strict', None): notes.append(f'strict tool {str(f.get("name"))[:40]!r} is a grammar: not enforced')
@@ -168,7 +175,7 @@ class Session:
     def __init__(self, outputs, abort, limits:Limits, seed:int):
         self.outputs, self.abort, self.limits, self.seed = outputs, abort, limits, seed
         self.key, self.tree, self.asked, self.calls = secrets.token_urlsafe(24), Tree(), Counter(), {}      # calls: body's digest -> Call objects
-        self.truncated, self.notes, self.active, self.started = '', Counter(), set(), 0
+        self.truncated, self.notes, self.active, self.started, self.over = '', Counter(), set(), 0, False
         self.gone = concurrent.futures.Future()                                                              # gets the exception that ended the engine
 
     def room(self, n_prompt, n=1):
@@ -199,15 +206,16 @@ class Call:
 
     def read(self, messages, tools, options) -> list[int]:
         "The prompt's ids. ChatError, RenderError."
-        renderer, root = self.wires.renderer(tools, options)
-        if not (plain := plain_messages(messages)): raise ChatError('there are no messages: send at least one')
+        try: (renderer, root), plain = self.wires.renderer(tools, options), plain_messages(messages)
+        except (AttributeError, KeyError, TypeError, RecursionError) as e: raise ChatError(f'these messages or tools cannot be read: {type(e).__name__}: {e}') from None
+        if not plain: raise ChatError('there are no messages: send at least one')
         self.plan = self.session.tree.plan(plain, renderer, root)
         return self.plan.ids
 
     def earlier(self):
         "The call that this one repeats, if it is an SDK's retry."
-        same = self.session.calls.setdefault(self.digest, []); same.append(self)
-        found = next((c for c in reversed(same[:-1]) if self.retry and c.retry == self.retry - 1 and not c.replaced), None)
+        same = self.session.calls[self.digest]
+        found = next((c for c in reversed(same[:same.index(self)]) if c.retry < self.retry and not c.replaced), None)      # not always the count before: a retry may be lost on its way
         if found: found.replaced = True
         return found
 
@@ -215,13 +223,12 @@ class Call:
         "vLLM's outputs for this request, recorded as they end."
         try:
             if old := self.earlier(): await old.done.wait()
-            async for out in self._repeat(old) if old and old.ok else self._sample(params, request_id):
-                self.outs.append(out); yield out
-            self.ok = True
+            async for out in self._repeat(old) if old and old.ok else self._sample(params, request_id): yield out
         finally: self.done.set()
 
     async def _repeat(self, old):
-        for out in old.outs: yield out
+        self.outs, self.ok = old.outs, True
+        for out in self.outs: yield out
 
 # %% ../nbs/02_chat_server.ipynb #ea71c636
 @patch
@@ -229,22 +236,27 @@ async def _sample(self:Call, params, request_id):
     "Ask the engine for `params.n` samples, side by side."
     from vllm.sampling_params import RequestOutputKind
     s, n, plan, delta = self.session, params.n, self.plan, params.output_kind == RequestOutputKind.DELTA
+    if s.over: raise ConnectionAbortedError('the rollout has ended')
     room = s.room(len(plan.ids), n); s.started += n
-    if not room: yield _nothing(request_id, plan.ids, n); return
+    if not room: self.outs.append(_nothing(request_id, plan.ids, n)); self.ok = True; yield self.outs[0]; return
     params.max_tokens, queue, last = min(room, params.max_tokens or room), asyncio.Queue(), {}
     self.cut = params.max_tokens == room
     kids = [asyncio.ensure_future(self._one(i, params, f'{request_id}-{i}', queue)) for i in range(n)]
     s.active.update(kids)
+    def take(i, out, error):
+        "What can be told now."
+        if error: raise error
+        if out.finished: last[i] = out; self.ok = len(last) == n          # all are recorded: what a retry will get
+        if not delta and self.ok: out = last[0]; out.outputs = [last[k].outputs[0] for k in range(n)]
+        if delta or self.ok: self.outs.append(out); return out
     try:
-        while len(last) < n:
-            i, out, error = await queue.get()
-            if error: raise error
-            if out.finished: last[i] = out
-            if delta: yield out
-        if not delta: first = last[0]; first.outputs = [last[i].outputs[0] for i in range(n)]; yield first
+        while not self.ok:
+            if out := take(*await queue.get()): yield out
     finally:
         for k in kids: k.cancel()
         s.active.difference_update(kids)
+        with contextlib.suppress(Exception):                              # the client has gone: what was recorded is for its retry
+            while not queue.empty(): take(*queue.get_nowait())
 
 @patch
 async def _one(self:Call, i, params, request_id, queue):
@@ -259,6 +271,7 @@ async def _one(self:Call, i, params, request_id, queue):
                 if ended and x.finish_reason == 'abort': raise ConnectionAbortedError(f'request {request_id} was aborted')
                 if ended and s.trained: self._record(ids, logprobs, text, out)
                 queue.put_nowait((i, out, None))
+    except asyncio.CancelledError: queue.put_nowait((i, None, ConnectionAbortedError('the rollout has ended'))); raise
     except Exception as e:
         if not s.gone.done(): s.gone.set_result(e)
         queue.put_nowait((i, None, e))
@@ -273,10 +286,14 @@ def _record(self:Call, ids, logprobs, text, out):
     if turn.finish_reason == 'length' and self.cut: self.session.truncated = self.session.truncated or f'a turn was cut at {len(ids)} tokens'
     self.session.tree.record(self.plan, turn, self.wires.said(self.request, text, ids))
 
+class _Empty(str):
+    "No text, and a piece of a stream all the same: vLLM leaves out pieces without text and tokens, and with them the reason why the turn ended."
+    def __bool__(self): return True
+
 def _nothing(request_id, ids, n):
     "What an engine would return if there was no room for a single token."
     from vllm.outputs import CompletionOutput, RequestOutput
-    return RequestOutput(request_id, None, ids, None, [CompletionOutput(i, '', [], 0.0, [], finish_reason='length') for i in range(n)], True, num_cached_tokens=0)
+    return RequestOutput(request_id, None, ids, None, [CompletionOutput(i, _Empty(), [], 0.0, [], finish_reason='length') for i in range(n)], True, num_cached_tokens=0)
 
 # %% ../nbs/02_chat_server.ipynb #dd118911
 class _EngineClient:
@@ -335,6 +352,7 @@ class Wires:
         s.openai_serving_chat = OpenAIServingChat(self.client, models, 'assistant', online_renderer=self.online, **common)
         s.openai_serving_responses = OpenAIServingResponses(self.client, models, self.online, **common)
         s.anthropic_serving_messages = AnthropicServingMessages(self.client, models, 'assistant', online_renderer=self.online, **common)
+        if self.online.parser: self.online.parser = s.openai_serving_chat.parser_cls = s.openai_serving_responses.parser = s.anthropic_serving_messages.parser_cls = _steady(self.online.parser, self.online.enable_auto_tools)
         s.args, s.enable_server_load_tracking, s.server_load_metrics = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0), False, 0
         for routes in (model_routes, chat_routes, responses_routes, anthropic_routes): routes.attach_router(self.app)
         init_exception_handler(self.app)
@@ -349,6 +367,32 @@ def renderer(self:Wires, tools, options):
     self._renderers.move_to_end(root)
     if len(self._renderers) > 64: self._renderers.popitem(last=False)
     return self._renderers[root], root
+
+def _steady(parser, auto):
+    """vLLM's parser `parser`, twice improved: its stream says what the whole reply says, also where the model's call is malformed (the text of a call waits for its end);
+    and a call that no wire can carry, because its arguments are no JSON object or its text is no UTF-8, stays text."""
+    from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
+    from vllm.renderers.chat_utils import make_tool_call_id
+    def sound(call):
+        try: x = json.loads(call.arguments); return bool(call.name) and isinstance(x, dict) and bool(json.dumps([call.name, x], ensure_ascii=False, allow_nan=False).encode())
+        except (ValueError, RecursionError): return False       # a lone surrogate is a ValueError too
+    class Steady(parser):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.fresh, self.text, self.ids, self.told = lambda: type(self)(*args, **kwargs), '', [], ''
+        def parse(self, text, request, enable_auto_tools=False, model_output_token_ids=()):
+            said = super().parse(text, request, enable_auto_tools, model_output_token_ids)
+            return said if all(map(sound, said[2] or ())) else super(Steady, self.fresh()).parse(text, request, False, model_output_token_ids)
+        def parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=None, *, finished):
+            m = super().parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished=finished)
+            new = {k: v for k in ('reasoning', 'content') if (v := getattr(m, k, None))}
+            self.text += delta_text; self.ids += delta_token_ids; self.told += new.get('content', '')
+            if finished:
+                _, content, calls = self.fresh().parse(self.text, request, auto, self.ids)
+                if (content or '').startswith(self.told) and len(content or '') > len(self.told): new['content'] = new.get('content', '') + content[len(self.told):]
+                if calls: new['tool_calls'] = [DeltaToolCall(index=i, id=c.id or make_tool_call_id(), type='function', function=DeltaFunctionCall(name=c.name, arguments=c.arguments)) for i, c in enumerate(calls)]
+            return DeltaMessage(**new) if new else None
+    return Steady
 
 @patch
 def said(self:Wires, request, text, ids) -> dict:
@@ -402,10 +446,14 @@ class Gate:
     async def __call__(self, scope, receive, send):
         if scope['type'] != 'http': return
         path = '/v1' + re.sub(r'^(/v1)+(?=/|$)', '', '/' + scope['path'].strip('/')); wire = PATHS.get(path)       # an SDK's base_url may end with /v1 or not
-        try: await self._serve(dict(scope, path=path, raw_path=path.encode()), wire, receive, send)
+        begun = False
+        async def tell(m): nonlocal begun; begun = True; await send(m)
+        try: await self._serve(dict(scope, path=path, raw_path=path.encode()), wire, receive, tell)
         except _Refused as e: await _reply(send, e.status, _envelope(wire, e.status, str(e)))
         except ConnectionResetError: pass
-        except Exception: self.faults.append(traceback.format_exc())     # vLLM's app has answered 500 already, and raises what it was
+        except Exception as e:
+            self.faults.append(traceback.format_exc())                   # vLLM's app answers 500 by itself, and raises what it was
+            if not begun: await _reply(send, 500, _envelope(wire, 500, f'the chat server failed: {type(e).__name__}'))
 
     async def _serve(self, scope, wire, receive, send):
         headers = {k.decode('latin1').lower(): v.decode('latin1') for k, v in scope['headers']}
@@ -417,21 +465,25 @@ class Gate:
         if session.gone.done(): raise _Refused(503, 'the engine of this session is gone; the rollout ends')
         if wire != 'models': data, notes = self._clean(data, wire, session, wires.name)
         call = Call(session, wires, hashlib.blake2b(scope['path'].encode() + data).hexdigest(), int(retry) if retry.isdigit() else 0)
-        CALL.set(call); sent = False
+        session.calls.setdefault(call.digest, []).append(call); CALL.set(call); sent = False
         async def again():
             nonlocal sent
             if sent: return await receive()                              # blocks until the client goes away
             sent = True; return dict(type='http.request', body=data, more_body=False)
         scope['headers'] = [(k, v) for k, v in scope['headers'] if k != b'content-length'] + [(b'content-length', str(len(data)).encode())]
-        await wires.app(scope, again, _Sender(send, wire, notes))
+        try: await wires.app(scope, again, _Sender(send, wire, notes, call))
+        except Exception:
+            if not (session.over or session.gone.done() or call.request is None): raise      # else the stream ends here, or vLLM could not read the request
+        finally: call.done.set()
 
     def _clean(self, data, wire, session, name):
-        "The body without what would change the distribution, and the notes. vLLM answers for what is no JSON object."
+        "The body without what would change the distribution, and the notes."
         try: body = json.loads(data)
-        except (ValueError, RecursionError): return data, []
-        if not isinstance(body, dict): return data, []
+        except (ValueError, RecursionError) as e: raise _Refused(400, f'the body is no JSON: {e}') from None
+        if not isinstance(body, dict): raise _Refused(400, f'the body must be a JSON object, and is a {type(body).__name__}')
         talk = body.get('input' if wire == 'responses' else 'messages')
         if isinstance(talk, list) and len(talk) > (most := self.config.max_messages): raise _Refused(413, f'{len(talk)} messages; at most {most} are taken (chat.max_messages)')
+        if wire == 'responses' and isinstance(talk, list): body['input'] = [_whole(item) for item in talk]
         if not session.trained: body['model'] = name; return json.dumps(body).encode(), []
         try: notes = sanitize(wire, body, self.sampling, name)
         except ChatError as e: raise _Refused(400, str(e)) from None
@@ -440,17 +492,19 @@ class Gate:
 
 # %% ../nbs/02_chat_server.ipynb #fd7741b0
 class _Sender:
-    "Sends on, with the notes in a header; an error on Anthropic's wire gets Anthropic's envelope."
-    def __init__(self, send, wire, notes): self.send, self.wire, self.notes, self.held, self.body = send, wire, notes, None, b''
+    "Sends on, with the notes in a header; an error that is not in its wire's envelope gets it."
+    def __init__(self, send, wire, notes, call): self.send, self.wire, self.notes, self.call, self.held, self.body = send, wire, notes, call, None, b''
 
     async def __call__(self, m):
         if m['type'] == 'http.response.start':
-            if self.notes: m['headers'] = [*m.get('headers', ()), (b'x-molt-nb-note', '; '.join(self.notes).encode('ascii', 'replace').replace(b'\n', b' ')[:1000])]
-            if m['status'] >= 400 and self.wire == 'anthropic': self.held = m; return
+            if self.notes: m['headers'] = [*m.get('headers', ()), (b'x-molt-nb-note', re.sub('[^ -~]', '?', '; '.join(self.notes))[:1000].encode())]
+            if m['status'] == 500 and self.call.request is None: m['status'] = 400       # its handlers failed before they had messages
+            if m['status'] >= 400: self.held = m; return
         elif self.held is not None:
             self.body += m.get('body', b'')
             if m.get('more_body'): return
-            return await _reply(self.send, self.held['status'], _envelope(self.wire, self.held['status'], _message(self.body)))
+            if self.wire == 'anthropic' or b'"error"' not in self.body or self.held['status'] == 400 and self.call.request is None: return await _reply(self.send, self.held['status'], _envelope(self.wire, self.held['status'], _message(self.body)))
+            await self.send(self.held); return await self.send(dict(m, body=self.body))
         await self.send(m)
 
 def _message(body):
@@ -501,7 +555,7 @@ class ChatServer:
 
     async def shut(self, session):
         "Turn the key; requests in flight are ended."
-        self.gate.sessions.pop(session.key, None)
+        self.gate.sessions.pop(session.key, None); session.over = True      # for a request that is still being read
         async def end():
             kids = list(session.active)
             for k in kids: k.cancel()
