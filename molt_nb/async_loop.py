@@ -51,7 +51,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #4b5442ac
+# %% ../nbs/20_async_loop.ipynb #0a4189a7
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits, *chat):
@@ -85,6 +85,7 @@ class Runner:
 
     async def texts(self, trajectory) -> tuple[str, str]:
         "What was asked and what was answered, without markup, for people."
+        if not trajectory.segments: return f'task {trajectory.task_id}\n', f'({trajectory.outcome}: {trajectory.reason})'      # nothing was sampled
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 

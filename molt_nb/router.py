@@ -13,7 +13,7 @@ import ray
 from fastcore.basics import patch
 from .engines import EngineError
 
-# %% ../nbs/21_router.ipynb #31096814
+# %% ../nbs/21_router.ipynb #51a75060
 class RunError(RuntimeError): "The run cannot start or go on; the message says which part failed and why."
 class ProcessDied(RunError): "An actor's process is gone."
 class EngineLost(ProcessDied): "An engine's core is gone, or must not be used any more."
@@ -32,7 +32,9 @@ async def within(
         ray.cancel(ref, force=False); raise RunError(f'{what} took longer than {seconds:g} s' + (f'; raise {field}' if field else '')) from None
     except ray.exceptions.RayTaskError as e:
         raise (EngineLost if isinstance(e.cause, EngineError) else RunError)(f'{what} failed: {type(e.cause).__name__}: {e.cause}') from e
-    except DEAD as e: raise ProcessDied(f'{what}: its process died. {str(e).splitlines()[0]}') from e
+    except DEAD as e:
+        said = [l for l in str(e).splitlines() if l.strip()]        # where its constructor raised, the reason stands last
+        raise ProcessDied(f'{what}: its process died. {said[-1 if "creation task" in said[0] else 0]}') from e
 
 # %% ../nbs/21_router.ipynb #9e271f29
 def start_ray(
