@@ -63,7 +63,7 @@ class SimEngine:
             await future; await asyncio.sleep(wait)
         finally: self.change(-1)
 
-# %% ../nbs/41_simulation.ipynb #0b40658e
+# %% ../nbs/41_simulation.ipynb #7cb60bb2
 @dataclass
 class Measured:
     "What a run's log and timeline say about its parts; seconds."
@@ -93,12 +93,11 @@ def measure(
     history:list[dict], # run.history
     timeline,           # run.timeline
     skip:int=3,         # first steps that are not typical: warm-up
-    rows=None,          # (from, to) in seconds of the timeline; None: from the end of step `skip` on
 ) -> Measured:
     "Distributions and costs of a run's parts. ValueError if too little was recorded."
     timeline, steps = list(timeline), history[skip:]
     ends = [b for who, _, b, _ in timeline if who == 'sync']
-    start, stop = rows or (ends[min(skip, len(ends)-1)], ends[-1])
+    start, stop = ends[min(skip, len(ends)-1)], ends[-1]
     found = [(who, a, b, *map(int, re.findall(r'\d+', what))) for who, a, b, what in timeline if what.startswith('rollout ') and '-' not in what and start <= a and b <= stop]
     if len(found) < 20 or not steps: raise ValueError(f'{len(found)} rollouts in {len(steps)} steps after the first {skip}: run some more')
     seconds, tokens = np.array([f[2]-f[1] for f in found]), np.array([f[5] for f in found], dtype=float); load = np.zeros(len(found))
