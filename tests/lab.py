@@ -42,7 +42,7 @@ def run_in_browser(page, url, path, picture):
     cells = page.evaluate(OUTPUTS); by = lambda start: next(c for c in cells if c['source'].startswith(start))
     bad = [c for c in cells if c['error'] or c['n'] is None]
     for c in bad: print('FAILED:', c['source'].splitlines()[0], '->', c['error'] or 'did not run')
-    edited = by('import torch\nfrom molt_nb import estimators')['text'].strip(); print(by('for _ in range(recipe.steps)')['text'].strip()); print(edited)
+    edited = by('import torch\nfrom molt_nb import estimators')['text'].strip(); print(by('while seconds_left(')['text'].strip()); print(edited)
     page.evaluate('''async () => { const nb = window.jupyterapp.shell.currentWidget.content; const i = nb.widgets.findIndex(w => w.model.sharedModel.getSource().startsWith("import torch\\nfrom molt_nb import estimators"));
         nb.activeCellIndex = i; await nb.scrollToItem(i, 'start'); }''')       # cells out of sight are not drawn
     page.wait_for_timeout(3000); page.screenshot(path=picture)
