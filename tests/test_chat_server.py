@@ -188,7 +188,9 @@ def test_six_wires_give_equal_rows(stage):
                 every = [(stage.session(seed), *w) for w in WIRES]
                 said = await asyncio.gather(*(dialogue(client, stage, s, w, stream, f'What is {seed + 1} + 4 + 5?') for s, w, stream in every))
                 assert all(x == said[0] for x in said), said
-                assert all(s.tree.rows == every[0][0].tree.rows and s.tree.counts == dict(turns=4, first=1, continued=3) for s, _, _ in every), [s.tree.counts for s, _, _ in every]
+                assert all(s.tree.counts == dict(turns=4, first=1, continued=3) and len(s.tree.rows) == 1 for s, _, _ in every), [s.tree.counts for s, _, _ in every]
+                rows = [s.tree.rows[0] for s, _, _ in every]            # six at once: log-probs may differ in their last bits
+                assert all(r.spans == rows[0].spans and r.tokens.tolist() == rows[0].tokens.tolist() and np.allclose(r.logprobs, rows[0].logprobs, atol=1e-5) for r in rows)
                 seen.update(calls=sum(len(c) for _, c, _ in said[0]), texts=sum(bool(t) for t, _, _ in said[0]))
         return seen
     seen = asyncio.run(main()); print(dict(seen)); assert min(seen['calls'], seen['texts']) > 0
@@ -426,7 +428,7 @@ async def mutate(stage, schema, key, until, seed, slow):
         async def one():
             while time.time() < until:
                 path, data = next(stream); t = time.time()
-                await client.post(stage.url + path, content=data, headers={'x-api-key': key, 'content-type': 'application/json'})
+                await client.post(stage.url + path, content=data, headers={'x-api-key': key, 'content-type': 'application/json'}); await client.get(stage.url + '/models', headers={'x-api-key': key})
                 if time.time() - t > 10: slow.append(data)
         await asyncio.gather(*(one() for _ in range(4)))
 
@@ -446,7 +448,7 @@ def fuzz(stage, seconds, seed=0):
         with tempfile.TemporaryDirectory() as d:
             schema = Path(d)/'openapi.json'; schema.write_text(json.dumps(api := stage.server.wires.app.openapi()))
             cmd = [sys.executable, '-c', 'import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())', 'run', str(schema), '--url', stage.url.removesuffix('/v1'), '-H', f'x-api-key: {key}', '--max-time', str(seconds), '-c', 'not_a_server_error',
-                   '--continue-on-failure', '--phases', 'coverage,fuzzing', '--request-timeout', '20', '--workers', '2', '--no-shrink', *(x for p in chat_server.PATHS for x in ('--include-path', p))]
+                   '--continue-on-failure', '--phases', 'fuzzing' if seconds < 60 else 'coverage,fuzzing', '--request-timeout', '20', '--workers', '2', '--no-shrink', *(x for p in chat_server.PATHS for x in ('--include-path', p))]
             log = open(f'{d}/log', 'w+'); p = subprocess.Popen(cmd, cwd=d, stdout=log, stderr=log); t = time.time()
             async def both():
                 other = asyncio.ensure_future(mutate(stage, api, key, t + seconds, seed, slow))
