@@ -512,7 +512,7 @@ def _message(body):
     try: return str(json.loads(body)['error']['message'])
     except (ValueError, KeyError, TypeError): return body.decode(errors='replace')[:500]
 
-# %% ../nbs/02_chat_server.ipynb #4d9280ef
+# %% ../nbs/02_chat_server.ipynb #f6e26f71
 @dataclass
 class Chat:
     "What an agent gets: where to talk, and as whom."
@@ -529,9 +529,10 @@ class ChatServer:
         config:ChatConfig=None,
         judge_path=None,            # the judge's checkpoint
     ):
+        import anthropic, httpx, openai.resources      # here, once: agents in many threads that import them at the same moment may see half a module
         c = config or ChatConfig()
         self.wires = Wires(model_path, 'policy', c.tool_parser, c.reasoning_parser)
-        self.judge_wires = Wires(judge_path, 'judge') if judge_path else None
+        self.judge_wires = Wires(judge_path, 'judge', c.tool_parser, c.reasoning_parser) if judge_path else None
         self.gate = Gate(sampling, c)
 
     def start(self) -> str:
