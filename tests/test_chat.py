@@ -1,5 +1,5 @@
 """Agents with their own SDKs and frameworks, trained through the loop: two frameworks, an agent that compacts its history, one that asks a judge, and agents that misbehave; in the middle the engine dies."""
-import asyncio, importlib, inspect, os, signal, sys
+import asyncio, importlib, inspect, itertools, os, signal, sys
 from collections import Counter
 import anthropic, openai, pytest
 from molt_nb.agents import ChatAgent
@@ -28,16 +28,16 @@ async def judged(adder, chat, task):
 
 class Every(ChatAgent):
     "Each task names its agent. A task with a fault misbehaves once, in its first rollout."
-    seen = Counter()
+    seen = {}
     @classmethod
     def tasks(cls, n, seed):
         one = lambda name, of, **more: dict(agent_of(name).tasks(1, f'{seed}/{of}')[0], id=f'{of}-{seed}', of=of, agent=name, **more)
         return [one(name, name) for name in GOOD] + [one('openai_adder.py', 'judged')] + [one('openai_adder.py', f, fault=f) for f in FAULTS]
     async def run(self, chat, task):
-        agent = agent_of(task['agent'])(); self.seen[task['id']] += 1
+        agent, first = agent_of(task['agent'])(), next(self.seen.setdefault(task['id'], itertools.count())) == 0      # rollouts run in threads
         if task['of'] == 'judged': return await judged(agent, chat, task)
         result = agent.run(chat, task); result = await result if inspect.isawaitable(result) else result
-        if self.seen[task['id']] > 1 or 'fault' not in task: return result
+        if not first or 'fault' not in task: return result
         if task['fault'] == 'raises': raise RuntimeError('the agent broke')
         if task['fault'] == 'leaves': raise SystemExit(3)
         if task['fault'] == 'hangs': await asyncio.sleep(600)
