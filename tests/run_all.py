@@ -1,7 +1,7 @@
 """Every notebook's inline tests, as nbdev_test runs them but each in a fresh process, then tests/ with pytest. Closes with `N passed, N failed`.
 
-    python tests/run_all.py             all notebooks, and tests/ but for the LONG ones (make test)
-    python tests/run_all.py --all       with those (what CI runs)
+    python tests/run_all.py             all notebooks, and tests/ but for the LONG ones (make test; what CI runs)
+    python tests/run_all.py --all       with those (make test-all)
     python tests/run_all.py --long      only those (make test-long)
     python tests/run_all.py GLOB        the notebooks that GLOB picks, such as '2*'"""
 import os, signal, subprocess, sys, tempfile, time
