@@ -103,7 +103,8 @@ def test_tokens_belong_to_their_versions(cluster, mode):
         prompts = [[1, 50, 60, 90 + i] for i in range(4)]; sample = await engine.generate.remote(prompts[0], 60, 9)
         held = [asyncio.wrap_future(engine.generate.remote(p, 400, i).future()) for i, p in enumerate(prompts)]
         for version in (first + 1, first + 2):
-            await asyncio.sleep(.15); await policy.learn.remote(sample, prompts[0], version); await sync.publish(version, mode)
+            await engine.generate.remote(prompts[0], 60, 9); await engine.pause.remote('continue')      # the same row is a clock that counts steps; the others stand still while the trainer learns
+            await policy.learn.remote(sample, prompts[0], version); await engine.resume.remote(); await sync.publish(version, mode)
         turns = await asyncio.gather(*held)
         scores = [{v: (await policy.score_at.remote(v, p + t.ids))[len(p):] for v in range(first, first + 3)} for p, t in zip(prompts, turns)]
         return first, turns, scores
