@@ -6,8 +6,8 @@
 __all__ = ['SCHEDULES', 'MAX_SHARED', 'PolicyError', 'PolicyConfig', 'constant', 'linear', 'cosine', 'policy_env', 'n_experts',
            'layout_faults', 'Policy', 'quiet', 'group_split']
 
-# %% ../nbs/22_policy.ipynb #263550ca
-import contextlib, importlib.util, json, logging, math, os, shutil, time, types, warnings
+# %% ../nbs/22_policy.ipynb #a6aec40b
+import contextlib, importlib.util, itertools, json, logging, math, os, shutil, time, types, warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -349,7 +349,7 @@ def _reduce(self:Policy, windows:list, own:dict, more=()) -> list:
     every = self._of_all_ranks(torch.stack([pack_stats(w, names) for w in (*windows, own)]))
     return [reduce_stats(every[:, i], names) for i in range(every.shape[1])]
 
-# %% ../nbs/22_policy.ipynb #6f277bc2
+# %% ../nbs/22_policy.ipynb #ca7c57a5
 @patch
 def _may_train(self:Policy):
     if self.optimizer is None: raise PolicyError('this policy is ' + ('frozen: it only scores' if self.frozen else 'not built: call build() first'))
@@ -363,8 +363,8 @@ def _clip(self:Policy, limit) -> float:
                                                        ep_axis_name='ep' if self.config.expert_parallel > 1 else None, dp_group_size=self.world, foreach=True)))
 
 def _whole(t):
-    "The full tensor of a sharded one; a collective call."
-    return t.full_tensor() if hasattr(t, 'full_tensor') else t
+    "The full tensor of a sharded one; a collective call. A single rank holds it already."
+    return t if not hasattr(t, 'full_tensor') else t.full_tensor() if t.device_mesh.size() > 1 else t.to_local()
 
 # %% ../nbs/22_policy.ipynb #83dc70fc
 def _correct(objective, rows, **age):
@@ -496,18 +496,23 @@ def supervise(self:Policy, rows) -> dict:
     self._may_train(); window = self._accumulate(rows, loss); step = self._step()
     return {**self._reduce([window], {})[0], **step, 'optimizer_step': self.optimizer_step}
 
-# %% ../nbs/22_policy.ipynb #2e125a80
+# %% ../nbs/22_policy.ipynb #179efd20
 @patch
 def _named(self:Policy, gather=True):
     "Pairs of (Hugging Face name, full tensor), one weight in memory at a time. Without `gather` the tensors have shapes only."
     import torch
     adapter = getattr(self.model, 'state_dict_adapter', None)
     tied = dict(self.model.named_parameters(remove_duplicate=False)).keys() - dict(self.model.named_parameters()).keys()
-    for name, t in self.model.state_dict().items():
-        if name in tied: continue
+    for name, t in _small_first([(n, t) for n, t in self.model.state_dict().items() if n not in tied]):
         name = name.replace('_checkpoint_wrapped_module.', '')
         t = _whole(t) if gather else torch.empty(t.shape, dtype=t.dtype, device='meta')
         yield from adapter.convert_single_tensor_to_hf(name, t) if adapter else [(name, t)]
+
+def _small_first(items, size=16 << 20):
+    "A large first tensor, the embedding, goes behind about `size` bytes of smaller ones: the engine loads these while it travels."
+    if not items or 4*items[0][1].numel() <= size: return items
+    sums = itertools.accumulate(4*t.numel() for _, t in items[1:]); n = 1 + sum(s <= size for s in sums)
+    return items[1:n] + items[:1] + items[n:]
 
 @patch
 def manifest(self:Policy) -> dict:
