@@ -380,7 +380,7 @@ def _split(self: Renderer, messages, opening, more, generate):
     if text.count(_SENTINEL) != 1: raise RenderError('the chat template drops or repeats the text of an assistant message')
     return text.split(_SENTINEL)[1], literals
 
-# %% ../nbs/00_tokens.ipynb #8071db4b
+# %% ../nbs/00_tokens.ipynb #9eb02568
 @patch
 def extend(self: Renderer,
     messages: list,      # the conversation that the engine answered
@@ -393,8 +393,10 @@ def extend(self: Renderer,
     self._check_said(messages, reply['content'].removesuffix(said), new_messages)
     full, literals = self._recall(messages + [reply] + new_messages)
     stood = before + self._guard(said, list(known), self._guards['assistant'])
-    ids = self._encode(full[len(stood):], literals) if full.startswith(stood) else []
-    if shared := self._shared(ids, turn_ids): return ids[shared:]
+    if full.startswith(stood):
+        ids = self._encode(full[len(stood):], literals); shared = self._shared(ids, turn_ids)
+        cut = said and said == said.strip() and turn_ids[-1] not in self._closing      # with blanks at its ends the template may have moved them
+        if shared or cut: return ids[shared:]
     return self._look_again(messages, turn_ids, new_messages, reply, said)
 
 @patch
