@@ -89,9 +89,13 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #e8b50c3f
+# %% ../nbs/20_async_loop.ipynb #26a421ba
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
+    def build(self, address=None):
+        "As Policy.build; then rows in one sequence are compared with the rows alone."
+        seconds = super().build(address); self.check_packing(); return seconds
+
     def step(self, rollouts, rows, advantages, objective:bytes, n_updates:int, version:int, names=()):
         "One batch. Returns the metrics and the old log-probs [rows, length]."
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version, names=names)

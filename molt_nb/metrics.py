@@ -63,7 +63,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'groups/requeued': ('finished groups that grew older than pool.max_staleness since the last step; their tasks run again', 'groups', '0', 'fewer groups in flight, or a larger max_staleness'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #4f1310c5
+# %% ../nbs/15_metrics.ipynb #a9726537
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'length/mean': ('sampled tokens of a rollout, mean over rollouts', 'tokens', 'moves slowly', 'a jump: reward hacking by length, or a lost stop token'),
     'length/max': ('tokens of the longest row', 'tokens', 'below the row budget', 'at the budget: truncation'),
@@ -77,7 +77,8 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'chat/branched': ('turns of a chat agent that opened a row of their own beside one that went on: samples, edits, compaction; mean over rollouts', 'turns', 'task dependent', 'more than the agent should need: something in front of the last message changes from request to request'),
     'chat/rewritten': ('turns of a chat agent before which the template rewrote the history; mean over rollouts', 'turns', '0', 'look at the template with check_template'),
     'chat/overruled': ('fields of requests that would have changed the sampled distribution, overruled; mean over rollouts', 'fields', '0', 'take temperature, seed, penalties and strict tools out of the agent'),
-    'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: padding; raise the micro-batch budget, or bring rows of similar length together'),
+    'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: look at batch/padding'),
+    'batch/padding': ('computed positions that were padding', 'fraction', 'below 0.05', 'pack more in a sequence: policy.packing, policy.pack_tokens; raise policy.micro_batch_tokens'),
 }.items()}
 
 # %% ../nbs/15_metrics.ipynb #72ef9928

@@ -234,7 +234,7 @@ def _algorithm_faults(r):
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #61f2fdbf
+# %% ../nbs/26_recipes.ipynb #0cd249f1
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -253,13 +253,15 @@ def _size_faults(r):
     if p.epochs is not None and p.epochs < 1: yield f"'pool.epochs' is {p.epochs}; write at least 1, or null"
     if not 0 < p.max_failure_rate <= 1: yield f"'pool.max_failure_rate' is {p.max_failure_rate}; write a fraction above 0, up to 1"
     if e.request_timeout_s >= lim.episode_timeout_s: yield f"'engine.request_timeout_s' {e.request_timeout_s:g} is not below 'limits.episode_timeout_s' {lim.episode_timeout_s:g}: an engine that hangs would end episodes as errors instead of being replaced; lower the first or raise the second"
+    if r.policy.packing == 'thd' and r.device != 'cuda': yield "'policy.packing' is 'thd', which needs GPUs with Transformer Engine; write mask"
+    if r.policy.pack_tokens < 0: yield f"'policy.pack_tokens' is {r.policy.pack_tokens}; write 0 (the model's hidden size) or more"
     if e.max_restarts < 0: yield f"'engine.max_restarts' is {e.max_restarts}; write 0 or more"
     if lim.max_row_tokens > e.max_model_len: yield f"'limits.max_row_tokens' {lim.max_row_tokens} exceeds 'engine.max_model_len' {e.max_model_len}: the engine would refuse the row; raise the second or lower the first"
     if lim.max_new_tokens >= lim.max_row_tokens: yield f"'limits.max_new_tokens' {lim.max_new_tokens} leaves no room for a prompt in 'limits.max_row_tokens' {lim.max_row_tokens}"
     if not p.synchronous and p.groups_in_flight + p.queue_groups < p.groups_per_batch: yield f"'pool.groups_in_flight' + 'pool.queue_groups' = {p.groups_in_flight + p.queue_groups} can never fill a batch of {p.groups_per_batch} groups; raise them"
     if r.algorithm.updates_per_batch > p.groups_per_batch: yield f"'algorithm.updates_per_batch' {r.algorithm.updates_per_batch} exceeds 'pool.groups_per_batch' {p.groups_per_batch}: each update needs a whole group"
 
-# %% ../nbs/26_recipes.ipynb #9de0b987
+# %% ../nbs/26_recipes.ipynb #957ab45b
 def _choice_faults(r):
     from molt_nb.policy import SCHEDULES
     s = r.sampling
@@ -267,7 +269,7 @@ def _choice_faults(r):
     for name, off in (('top_p', 1.0), ('top_k', 0), ('min_p', 0.0)):
         if getattr(s, name) != off: yield f"'sampling.{name}'={getattr(s, name)} changes the engine's distribution in a way that the trainer's forward does not: every ratio would be biased; write {off}"
     if r.device not in ('cpu', 'cuda'): yield f"'device' is {r.device!r}; write cpu or cuda"
-    choices = {'pool.too_old': ('requeue', 'mask'), 'sync.in_flight': ('reprefill', 'continue', 'drain'), 'engine.dtype': ('auto', 'float32', 'bfloat16'), 'policy.autocast': (None, 'auto', 'bfloat16'),
+    choices = {'pool.too_old': ('requeue', 'mask'), 'sync.in_flight': ('reprefill', 'continue', 'drain'), 'engine.dtype': ('auto', 'float32', 'bfloat16'), 'policy.autocast': (None, 'auto', 'bfloat16'), 'policy.packing': ('mask', 'none', 'thd'),
                'chat.on_change': ('override', 'refuse'), 'policy.schedule': tuple(SCHEDULES), 'algorithm.aggregation': ('token_mean', 'seq_mean', 'prompt_mean', 'fixed')}
     for path, allowed in choices.items():
         group, leaf = path.split('.'); value = getattr(getattr(r, group), leaf)
