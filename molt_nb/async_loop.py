@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'seconds_left', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #88549d6d
+# %% ../nbs/20_async_loop.ipynb #54a69e59
 import ast, asyncio, atexit, contextlib, difflib, json, os, sys, threading, time
 from collections import deque
 from dataclasses import asdict, replace
@@ -17,6 +17,7 @@ from . import estimators
 from .agents import ChatAgent, load_agent, make_tasks, run_episode
 from .batches import make_batch
 from .engines import Engine, EngineError, engine_env
+from .losses import adapt_kl_coef
 from .metrics import LogWriter, known_metrics
 from .models import model_dir
 from .policy import Policy, PolicyError, policy_env
@@ -355,7 +356,7 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #96e91da1
+# %% ../nbs/20_async_loop.ipynb #90cd114e
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
@@ -364,7 +365,14 @@ def _objective(self:AsyncLoop) -> bytes:
 async def _train(self:AsyncLoop, rollouts, rows, advantages, n_groups):
     r = self.recipe; batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective, names = self._objective(), list(known_metrics())
     out = await self._all('policy', [p.step.remote(*batch, objective, min(n_groups, r.algorithm.updates_per_batch), self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
-    metrics, rows.old_logprobs = out[0]; return metrics
+    metrics, rows.old_logprobs = out[0]; return {**metrics, **self._next_kl_coef(metrics, len(rollouts))}
+
+@patch
+def _next_kl_coef(self:AsyncLoop, metrics, n):
+    "The coefficient that this step had; with a target, the recipe gets the next step's."
+    a = self.recipe.algorithm; used = {'loss/kl_coef': a.kl_coef} if a.kl_coef else {}
+    if a.kl_target: a.kl_coef = adapt_kl_coef(a.kl_coef, metrics['loss/kl'], a.kl_target, n)
+    return used
 
 # %% ../nbs/20_async_loop.ipynb #d3d00222
 def _reward_stats(rollouts): return {'reward/mean': float(rollouts.reward.mean()), 'reward/std': float(rollouts.reward.std(unbiased=False))}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_AGE', 'CORRECTIONS', 'ALARM', 'rollout_sum', 'divergence', 'statistic', 'by_age', 'mismatch', 'effective',
-           'correction', 'healthy', 'frame_stats', 'cut_faults', 'cut', 'weight_of', 'within', 'capped', 'none',
-           'importance', 'tis', 'icepop', 'mis', 'seq_mask_tis', 'flash', 'centre_scores']
+           'correction', 'healthy', 'frame_stats', 'cut_faults', 'band_faults', 'cut', 'weight_of', 'within', 'capped',
+           'none', 'importance', 'tis', 'icepop', 'mis', 'seq_mask_tis', 'flash', 'centre_scores']
 
 # %% ../nbs/11_corrections.ipynb #3f4f789f
 import math, warnings
@@ -131,7 +131,7 @@ def frame_stats(old, mu, mask, alive, weights, keep, rollout, age):
                       f"Largest |log rho| {stats['mismatch/abs_log_max']:.3g}, rollouts dropped for NaN {stats['correction/dropped_rollouts']:.0f}")
     return stats
 
-# %% ../nbs/11_corrections.ipynb #28b37e2b
+# %% ../nbs/11_corrections.ipynb #1550bc28
 def cut_faults(of='ratio', level='token', mode='trunc', low=0.0, high=2.0, weight='token', token_cap=math.inf) -> list:
     "What is wrong with the options of `cut`, one sentence each; empty when all is well."
     faults = [f'{k} {v!r}: write {", ".join(words)}' for k, v, words in (('of', of, ('ratio', 'binary_kl', 'tv')), ('level', level, ('token', 'seq', 'geo')), ('mode', mode, ('mask', 'clip', 'trunc')), ('weight', weight, ('token', 'seq'))) if v not in words]
@@ -144,8 +144,13 @@ def cut_faults(of='ratio', level='token', mode='trunc', low=0.0, high=2.0, weigh
     if mode == 'trunc' and low: faults.append('mode trunc has no low: write clip')
     if mode != 'mask' and (weight == 'seq' or token_cap < math.inf): faults.append(f'weight and token_cap are for mode mask: {mode} is itself the weight, bounded by high')
     if weight == 'seq' and (level == 'token' or token_cap < math.inf): faults.append("weight 'seq' is for whole rollouts: write level seq or geo, and no token_cap")
-    if not 0 <= low <= high: faults.append(f'low {low:g} and high {high:g}: write 0 <= low <= high')
-    return faults
+    return faults + band_faults(low, high, token_cap)
+
+def band_faults(low=0.0, high=math.inf, token_cap=math.inf) -> list:
+    "What is wrong with the bounds of a correction; empty when all is well."
+    if words := [f'{k} is {v!r}: write a number' for k, v in dict(low=low, high=high, token_cap=token_cap).items() if isinstance(v, bool) or not isinstance(v, (int, float))]: return words
+    faults = [] if 0 <= low <= high else [f'low {low:g} and high {high:g}: write 0 <= low <= high']
+    return faults if token_cap > 0 else [*faults, f'token_cap {token_cap:g}: write a number above 0']
 
 def cut(logp_old, logp_behaviour, mask, rollout, of='ratio', level='token', mode='trunc', low=0.0, high=2.0, weight='token', token_cap=math.inf):
     "Weights, keep and the capped fraction, by statistic, level and mode."
@@ -189,15 +194,15 @@ def importance(logp_old, logp_behaviour, mask, rollout, *,
     "Any sensible combination of statistic, level and mode."
     return cut(logp_old, logp_behaviour, mask, rollout, of, level, mode, low, high, weight, token_cap)
 
-# %% ../nbs/11_corrections.ipynb #94c98ace
-@correction(pointwise=True)
+# %% ../nbs/11_corrections.ipynb #5b8d3efd
+@correction(pointwise=True, check=band_faults)
 def tis(logp_old, logp_behaviour, mask, rollout, *,
     high: float = 2.0,  # cap of a token's ratio
 ):
     "Truncated importance sampling: min(rho_t, high)."
     return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'token', 'trunc', high=high)
 
-@correction(pointwise=True)
+@correction(pointwise=True, check=band_faults)
 def icepop(logp_old, logp_behaviour, mask, rollout, *,
     low: float = 0.5,   # a token below is rejected
     high: float = 5.0,  # a token above is rejected
@@ -205,7 +210,7 @@ def icepop(logp_old, logp_behaviour, mask, rollout, *,
     "Token masking: rho_t where low <= rho_t <= high, else rejected."
     return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'token', 'mask', low, high)
 
-@correction
+@correction(check=band_faults)
 def mis(logp_old, logp_behaviour, mask, rollout, *,
     low: float = 0.0,   # a rollout below is rejected
     high: float = 2.0,  # a rollout above is rejected
@@ -213,7 +218,7 @@ def mis(logp_old, logp_behaviour, mask, rollout, *,
     "Masked importance sampling: the rollout's product of ratios as weight where low <= product <= high."
     return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'seq', 'mask', low, high, 'seq')
 
-@correction
+@correction(check=band_faults)
 def seq_mask_tis(logp_old, logp_behaviour, mask, rollout, *,
     low: float = 0.99,       # a rollout whose geometric mean of ratios is below is rejected
     high: float = 1.01,      # ... or above
@@ -222,7 +227,7 @@ def seq_mask_tis(logp_old, logp_behaviour, mask, rollout, *,
     "Reject rollouts by the geometric mean of their ratios; min(rho_t, token_cap) in those that are kept."
     return cut(logp_old, logp_behaviour, mask, rollout, 'ratio', 'geo', 'mask', low, high, 'token', token_cap)
 
-@correction
+@correction(check=band_faults)
 def flash(logp_old, logp_behaviour, mask, rollout, *,
     high: float = 0.02,           # largest mean binary KL of a rollout that is kept, nats
     token_cap: float = math.inf,  # the paper has no cap

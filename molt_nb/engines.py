@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['IN_FLIGHT', 'Sampling', 'EngineConfig', 'EngineError', 'engine_env', 'Engine']
 
-# %% ../nbs/21_engines.ipynb #c36ab886
+# %% ../nbs/21_engines.ipynb #498e8ba0
 import asyncio, contextlib, ctypes, itertools, json, logging, math, multiprocessing, os, re, signal, sys, tempfile, threading, time
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from pathlib import Path
+import numpy as np
 from fastcore.basics import patch
 from .tokens import Turn
 
-# %% ../nbs/21_engines.ipynb #251577c3
+# %% ../nbs/21_engines.ipynb #de25207e
 @dataclass
 class Sampling:
     "The sampling distribution. Corrections need it whole: `top_p`, `top_k` and `min_p` cut tokens away, and cut tokens bias every ratio."
@@ -37,6 +38,7 @@ class EngineConfig:
     tensor_parallel: int = 1                   # workers (GPUs) that share one copy of the weights
     gpu_memory_utilization: float = 0.85       # GPU only
     start_timeout_s: float = 180.0             # seconds before a start counts as failed
+    top_logprobs: int = 0                      # the k likeliest tokens that come with each sampled one; a recipe sets it by algorithm.score_centering
     request_timeout_s: float = 240.0           # seconds a request, a pause or a weight update may take
     max_restarts: int = 3                      # times that each engine is started anew when it is lost; one more ends the run (chapter "router")
 
@@ -116,7 +118,7 @@ class Engine:
         if not (self.path/'config.json').is_file():
             raise EngineError(f"{name}: '{self.path.name}' is no checkpoint directory (no config.json in it): write the path of one, as `model_dir` returns it")
 
-# %% ../nbs/21_engines.ipynb #e1dc0323
+# %% ../nbs/21_engines.ipynb #81a3ea62
 @patch
 def _params(self:Engine, max_tokens, seed, **told):
     "vLLM's sampling parameters with nothing left to a default. Text is not made, and the log-prob is the sampled id's only, unless `told` otherwise."
@@ -124,7 +126,7 @@ def _params(self:Engine, max_tokens, seed, **told):
     from vllm.sampling_params import RequestOutputKind
     return SamplingParams(**{**asdict(self.sampling), **dict(n=1, seed=seed, max_tokens=max_tokens, min_tokens=0, ignore_eos=False, stop=[], stop_token_ids=[],
         presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=[],
-        logprobs=0, flat_logprobs=True, prompt_logprobs=None, detokenize=False, watermarking=False, output_kind=RequestOutputKind.FINAL_ONLY), **told})
+        logprobs=self.config.top_logprobs, flat_logprobs=True, prompt_logprobs=None, detokenize=False, watermarking=False, output_kind=RequestOutputKind.FINAL_ONLY), **told})
 
 @patch
 async def _check_sampling(self:Engine):
@@ -138,7 +140,7 @@ async def _check_sampling(self:Engine):
     if (mode := self.llm.vllm_config.model_config.logprobs_mode) != 'processed_logprobs': raise EngineError(f'{self.name}: logprobs_mode is {mode}')
     return {f: getattr(got, f) for f in (*asdict(self.sampling), 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'min_tokens')}
 
-# %% ../nbs/21_engines.ipynb #bd0d9fc6
+# %% ../nbs/21_engines.ipynb #ec62975e
 _one_start = threading.Lock()    # engines of one process start one after the other
 
 @patch
@@ -154,7 +156,7 @@ def _build(self:Engine, fork, done, release, result):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
                 model=str(self.path), dtype=c.dtype, max_model_len=c.max_model_len, max_num_seqs=c.max_num_seqs, max_num_batched_tokens=c.max_num_batched_tokens,
                 block_size=c.block_size, kv_cache_memory_bytes=c.kv_cache_mb << 20 if cpu else None, gpu_memory_utilization=c.gpu_memory_utilization, enforce_eager=c.enforce_eager,
-                tensor_parallel_size=c.tensor_parallel, enable_prefix_caching=True, logprobs_mode='processed_logprobs', disable_log_stats=True, seed=0, use_tqdm_on_load=False,
+                tensor_parallel_size=c.tensor_parallel, enable_prefix_caching=True, logprobs_mode='processed_logprobs', max_logprobs=max(20, c.top_logprobs), disable_log_stats=True, seed=0, use_tqdm_on_load=False,
                 weight_transfer_config=WeightTransferConfig(backend='gloo' if cpu else 'nccl')))
         if release.is_set(): llm.shutdown()                              # given up meanwhile
         else: self.llm = llm
@@ -228,18 +230,19 @@ async def _guard(self:Engine, work, what, timeout=None):
     finally:
         if not task.done(): task.cancel(); await asyncio.wait({task}, timeout=5)
 
-# %% ../nbs/21_engines.ipynb #9570746c
+# %% ../nbs/21_engines.ipynb #6855f06d
 def _version(name): return 0 if name == 'default' else int(name)
 
 @patch
 def _turn(self:Engine, out):
-    "vLLM's final output as a Turn: one log-prob and one integer version an id."
-    c = out.outputs[0]
-    ids, logprobs = list(c.token_ids), list(c.logprobs.logprobs) if c.logprobs else []
+    "vLLM's final output as a Turn: one log-prob and one integer version an id, and the k likeliest tokens if `config.top_logprobs` asks for them."
+    c, k = out.outputs[0], self.config.top_logprobs
+    found = [np.array(x).reshape(-1, k + 1) for x in (c.logprobs.token_ids, c.logprobs.logprobs)] if c.logprobs else [np.zeros((0, k + 1))]*2      # the sampled one first
+    ids, logprobs, tops = list(c.token_ids), found[1][:, 0].tolist(), dict(top_tokens=found[0][:, 1:].astype(int), top_logprobs=found[1][:, 1:]) if k else {}
     versions = [_version(s.version) for s in c.weight_versions or () for _ in range(s.start, s.end)]
     if not len(ids) == len(logprobs) == len(versions): raise EngineError(f'{self.name}: {len(ids)} ids came with {len(logprobs)} log-probs and {len(versions)} versions')
     if c.finish_reason not in ('stop', 'length', 'abort'): raise EngineError(f'{self.name}: request ended with {c.finish_reason!r}')
-    return Turn(ids, logprobs, versions, c.finish_reason, cached=out.num_cached_tokens or 0)
+    return Turn(ids, logprobs, versions, c.finish_reason, cached=out.num_cached_tokens or 0, **tops)
 
 @patch
 async def _submit(self:Engine, ids, params, rid):

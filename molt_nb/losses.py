@@ -7,8 +7,8 @@ __all__ = ['AGGREGATIONS', 'LOSSES', 'loss', 'KL_TERMS', 'Denominators', 'window
            'update_stats', 'ppo', 'cispo', 'gspo', 'value_loss', 'kl_term', 'adapt_kl_coef', 'Objective',
            'check_objective', 'tally', 'total', 'add_stats', 'finish_stats', 'policy_loss']
 
-# %% ../nbs/12_losses.ipynb #69cdf466
-import math
+# %% ../nbs/12_losses.ipynb #e45e3553
+import inspect, math
 from dataclasses import dataclass, field
 from typing import Callable
 import torch
@@ -169,7 +169,7 @@ class Objective:
     score_centering: bool = False    # chapter 11; needs rows.top_logprobs and one update a batch
     budget: int = 0                  # tokens a rollout may sample; for aggregation 'fixed'
 
-# %% ../nbs/12_losses.ipynb #c5d40507
+# %% ../nbs/12_losses.ipynb #c61a00e4
 def check_objective(
     objective: Objective,
 ) -> list:  # one sentence per fault; empty when all is well
@@ -177,7 +177,8 @@ def check_objective(
     o, needed = objective, getattr(objective.loss, 'aggregation', None)
     faults = check_options(o.correction, o.correction_options) + check_options(o.loss, o.loss_options)
     check = getattr(o.correction, 'check', None)
-    if check and not faults: faults += [f'{o.correction.__name__}: {f}' for f in check(**o.correction_options)]
+    whole = {p.name: p.default for p in inspect.signature(o.correction).parameters.values() if p.kind is p.KEYWORD_ONLY} | o.correction_options
+    if check and not faults: faults += [f'{o.correction.__name__}: {f}' for f in check(**whole)]
     if o.score_centering and not getattr(o.correction, 'pointwise', False): faults.append(f"score_centering needs a weight of the token's own ratio, which {o.correction.__name__} has not: write correction none, tis or icepop")
     if o.aggregation not in AGGREGATIONS: faults.append(f'aggregation {o.aggregation!r}: write one of {AGGREGATIONS}')
     elif needed and o.aggregation != needed:

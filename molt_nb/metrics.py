@@ -96,7 +96,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #0c99cf4b
+# %% ../nbs/15_metrics.ipynb #3f8cabf7
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -107,6 +107,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/alarm': ('1 when more than 0.9 of the trainable tokens was rejected', '', '0', 'stop and find the mismatch', (None, 0)),
     'loss/policy': ('surrogate loss over the window', '', 'near 0; its height means little', ''),
     'loss/kl': ('k3 estimate of KL(policy || reference), per kept token', 'nats/token', 'grows slowly', 'fast: raise kl_coef or lower the learning rate'),
+    'loss/kl_coef': ('coefficient of the KL term in this step; algorithm.kl_target moves it', '', 'settles', 'grows without end: the target is below what the tasks ask for, raise algorithm.kl_target', None),
     'loss/entropy': ('entropy of the next-token distribution, mean over trainable tokens', 'nats', 'falls slowly', 'near 0: collapse; raise eps_high or the entropy bonus'),
     'loss/clip_fraction': ('trainable tokens whose surrogate is clipped', 'fraction', '0 for one update on fresh data, else below 0.2', 'high: the learning rate, or too many updates a batch'),
     'loss/update_kl': ('k3 estimate of KL(pi_old || pi): how far the update moved before this gradient', 'nats/token', 'below 0.01', ''),

@@ -179,26 +179,26 @@ def _load(self:Policy, setup):
     with _built_on_cpu(family) if self.device.type == 'cpu' else contextlib.nullcontext():
         return NeMoAutoModelForCausalLM.from_pretrained(str(self.path), dtype=torch.float32, distributed_setup=setup, attn_implementation='sdpa', use_liger_kernel=False, **experts)
 
-# %% ../nbs/22_policy.ipynb #706681be
-def _chunk_logprobs(head, hidden, target, temperature, entropy):
-    "Log-prob of `target` [k] and entropy [k] (zeros unless asked for) from `hidden` [k, H], in float32."
+# %% ../nbs/22_policy.ipynb #a1f00568
+def _chunk_logprobs(head, hidden, target, top, temperature, entropy):
+    "Log-prob of `target` [k], entropy [k] (zeros unless asked for) and log-probs of `top` [k, m] from `hidden` [k, H], in float32."
     import torch
     logits = head(hidden).float()/temperature      # [k, vocabulary]
     norm = logits.logsumexp(-1)
     picked = logits.gather(-1, target[:, None])[:, 0] - norm
     spread = norm - (torch.exp(logits - norm[:, None])*logits).sum(-1) if entropy else torch.zeros_like(picked)
-    return torch.stack([picked, spread], -1)       # [k, 2]
+    return torch.cat([torch.stack([picked, spread], -1), logits.gather(-1, top) - norm[:, None]], -1)       # [k, 2 + m]
 
-def _head_at(head, target, predictors, temperature, chunk, entropy):
-    "A replacement for `head.forward`: hidden vectors [n, L, H] to log-prob and entropy [k, 2] of `target` [k], read at the flat positions `predictors` [k]."
+def _head_at(head, target, top, predictors, temperature, chunk, entropy):
+    "A replacement for `head.forward`: hidden vectors [n, L, H] to log-prob and entropy of `target` [k] and log-probs of `top` [k, m], read at the flat positions `predictors` [k]."
     import torch
     from torch.utils.checkpoint import checkpoint
     def forward(hidden, *_, **__):
         kept = hidden.reshape(-1, hidden.shape[-1])[predictors]
-        parts = list(zip(kept.split(chunk), target.split(chunk)))
+        parts = list(zip(kept.split(chunk), target.split(chunk), top.split(chunk)))
         again = torch.is_grad_enabled() and len(parts) > 1
-        f = lambda h, t: _chunk_logprobs(head, h, t, temperature, entropy)
-        return torch.cat([checkpoint(f, h, t, use_reentrant=False, preserve_rng_state=False) if again else f(h, t) for h, t in parts])
+        f = lambda *part: _chunk_logprobs(head, *part, temperature, entropy)
+        return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False) if again else f(*part) for part in parts])
     return forward
 
 # %% ../nbs/22_policy.ipynb #446ee232
@@ -240,7 +240,7 @@ def _thd_layout(tokens, mask, bins):
     x, position = torch.cat([tokens[i, :stop[i]] for i in rows])[None], torch.cat([torch.arange(stop[i]) for i in rows])[None]
     return dict(input_ids=x, position_ids=position, padding_mask=torch.zeros_like(x, dtype=torch.bool), qkv_format='thd', cu_seqlens=ends.int(), max_seqlen=max(stop[i] for i in rows)), torch.cat([begin[i] + mask[i].nonzero()[:, 0] - 1 for i in sorted(rows)])
 
-# %% ../nbs/22_policy.ipynb #ecf505dc
+# %% ../nbs/22_policy.ipynb #52164333
 @patch
 def _layout(self:Policy, tokens, mask, bins):
     "The layout of a micro-batch."
@@ -249,8 +249,8 @@ def _layout(self:Policy, tokens, mask, bins):
     return _row_layout(tokens, mask) if alone else _packed_layout(tokens, mask, bins)
 
 @patch
-def _forward(self:Policy, tokens, mask, bins, entropy=False):
-    "Log-probs and entropies, both [n, L], 0 where `mask` is False. Padding stands at the right, so causal attention never sees it."
+def _forward(self:Policy, tokens, mask, bins, entropy=False, top=None):
+    "Log-probs and entropies, both [n, L], 0 where `mask` is False; with `top` [n, L, k], the log-probs of these tokens too. Padding stands at the right, so causal attention never sees it."
     import torch
     if not mask.any(): mask = mask.clone(); mask[0, 1] = True     # a filler, see below: one token is scored and masked out again by the loss
     used = int(mask.any(0).nonzero().max()) + 1    # columns after the last trainable one matter to nobody
@@ -258,14 +258,16 @@ def _forward(self:Policy, tokens, mask, bins, entropy=False):
     self.computed += inputs['input_ids'].numel(); self.padding += int(inputs['padding_mask'].sum())
     if not self.gates: del inputs['padding_mask']      # routers count real tokens; nobody else asks
     head = self.model.lm_head; plain = head.forward; where = mask.to(self.device)
-    head.forward = _head_at(plain, tokens.to(self.device)[where], predictors.to(self.device), self.temperature, self.config.head_chunk, entropy)
+    others = where.new_zeros(int(where.sum()), 0, dtype=torch.long) if top is None else top.to(self.device)[where].clamp(min=0)      # a filler has none: -1
+    head.forward = _head_at(plain, tokens.to(self.device)[where], others, predictors.to(self.device), self.temperature, self.config.head_chunk, entropy)
     cast = torch.autocast(self.device.type, torch.bfloat16) if self.config.autocast == 'bfloat16' else contextlib.nullcontext()
     try:
         with cast: out = self.model(**{k: v.to(self.device) if torch.is_tensor(v) else v for k, v in inputs.items()}, use_cache=False)
     finally: del head.forward
-    out = getattr(out, 'logits', out).reshape(-1, 2)
+    out = getattr(out, 'logits', out); out = out.reshape(-1, out.shape[-1])      # [k, 2 + m]
     full = torch.zeros(tokens.shape, device=self.device)
-    return tuple(full.masked_scatter(where, column) for column in out.unbind(-1))
+    pair = tuple(full.masked_scatter(where, column) for column in out[:, :2].unbind(-1))
+    return pair if top is None else (*pair, torch.zeros(top.shape, device=self.device).masked_scatter(where[..., None], out[:, 2:]))
 
 # %% ../nbs/22_policy.ipynb #ec6d5d75
 @patch
@@ -339,17 +341,17 @@ def logprobs(self:Policy, rows) -> 'Tensor':
             out[index] = torch.where(some.mask, found, out[index])
     return self._sum_ranks(out)
 
-# %% ../nbs/22_policy.ipynb #2ea0f151
+# %% ../nbs/22_policy.ipynb #49c0b180
 @patch
-def _accumulate(self:Policy, rows, loss, entropy=False) -> dict:
-    """Add the window's gradient to the parameters. `loss(index, rows, logp, entropy)` gives a micro-batch's part and its [sum, count] pairs.
+def _accumulate(self:Policy, rows, loss, entropy=False, top=False) -> dict:
+    """Add the window's gradient to the parameters. `loss(index, rows, logp, entropy)` gives a micro-batch's part and its [sum, count] pairs; if `top`, it also gets the log-probs of `rows.top_tokens`.
     Returns the sums of these pairs over this rank's micro-batches."""
     from molt_nb.losses import add_stats
     sums, whole = {}, int(rows.valid[rows.mask.any(1)].sum())
     for index, some, bins in self._deal(rows):
         some = some.to(self.device); share = int(some.valid.sum())/whole if some.mask.any() else 0.     # a filler is no part of the window
-        logp, spread = self._forward(some.tokens, some.mask, bins, entropy)
-        part, stats = loss(index, some, logp, spread if entropy else None)
+        logp, spread, *tops = self._forward(some.tokens, some.mask, bins, entropy, some.top_tokens if top else None)
+        part, stats = loss(index, some, logp, spread if entropy else None, *tops)
         stats = {**stats, **self._balance(share)}
         (part*self.world).backward()
         sums = add_stats(sums, stats)
@@ -395,7 +397,7 @@ def _whole(t):
     "The full tensor of a sharded one; a collective call. A single rank holds it already."
     return t if not hasattr(t, 'full_tensor') else t.full_tensor() if t.device_mesh.size() > 1 else t.to_local()
 
-# %% ../nbs/22_policy.ipynb #83dc70fc
+# %% ../nbs/22_policy.ipynb #90befec2
 def _correct(objective, rows, **age):
     "Weights, keep and statistics of the objective's correction on `rows`."
     return objective.correction(rows.old_logprobs, rows.logprobs, rows.mask, rows.rollout, **age, **objective.correction_options)
@@ -405,14 +407,14 @@ def _window_loss(objective, rollouts, rows, part, advantages, corrected):
     import torch
     from molt_nb.losses import policy_loss, window_denominators
     denominators = window_denominators(rows[part], rollouts, objective.aggregation, objective.budget)
-    def loss(index, some, logp, entropy):
+    def loss(index, some, logp, entropy, top=None):
         where = part[index]
         if corrected: weights, keep = (x[where].to(logp.device) for x in corrected[:2])
         else:
             some.old_logprobs = torch.where(some.mask, logp.detach(), 0.)
             rows.old_logprobs[where] += some.old_logprobs.cpu()
             weights, keep, _ = _correct(objective, some)
-        return policy_loss(objective, logp, some, weights, keep, advantages[where].to(logp.device), denominators, entropy)
+        return policy_loss(objective, logp, some, weights, keep, advantages[where].to(logp.device), denominators, entropy, top)
     return loss
 
 @patch
@@ -421,7 +423,7 @@ def gradients(self:Policy, rollouts, rows, objective, advantages) -> dict:
     import torch
     self._may_train()
     rows = replace(rows, old_logprobs=self.logprobs(rows))
-    self._accumulate(rows, _window_loss(objective, rollouts, rows, torch.arange(len(rows)), advantages, _correct(objective, rows)))
+    self._accumulate(rows, _window_loss(objective, rollouts, rows, torch.arange(len(rows)), advantages, _correct(objective, rows)), top=objective.score_centering)
     self._clip(math.inf)                                # scales the experts' gradients, which other ranks' tokens have entered
     out = {n: _whole(p.grad).cpu() for n, p in self.model.named_parameters() if p.grad is not None}
     self.optimizer.zero_grad()
@@ -481,7 +483,7 @@ def _memory_mb():
     import psutil
     return psutil.Process().memory_info().rss/2**20
 
-# %% ../nbs/22_policy.ipynb #e8fb9062
+# %% ../nbs/22_policy.ipynb #fbdb4b05
 @patch
 def train(self:Policy,
     rollouts, rows,            # the batch, whole, on every rank
@@ -504,7 +506,7 @@ def train(self:Policy,
     windows, steps = [], []
     for part in group_split(rollouts, rows, n_updates):
         loss = _window_loss(objective, rollouts, rows, part, advantages, corrected)
-        windows.append(self._accumulate(rows[part], loss, entropy=objective.entropy_coef != 0)); steps.append(self._step())
+        windows.append(self._accumulate(rows[part], loss, objective.entropy_coef != 0, objective.score_centering)); steps.append(self._step())
     if shortcut:
         rows.old_logprobs = self._sum_ranks(rows.old_logprobs)
         corrected = _correct(objective, rows, **age)

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['task_order', 'rollout_seed', 'Group', 'duplicates', 'PoolError', 'Pool', 'mask_too_old', 'staleness_stats']
 
-# %% ../nbs/24_pool.ipynb #9fdb45b8
-import asyncio, hashlib, itertools, random, time
+# %% ../nbs/24_pool.ipynb #9111c151
+import asyncio, hashlib, itertools, math, random, time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from fastcore.basics import patch
 import torch
+from .estimators import carries_signal
 from .metrics import register_metric
 from .tokens import Trajectory
 
@@ -37,7 +38,7 @@ def rollout_seed(
     "The sampling seed of one rollout."
     return int.from_bytes(hashlib.blake2b(f'{run}/{task}/{visit}/{sample}'.encode(), digest_size=4).digest(), 'big') >> 1
 
-# %% ../nbs/24_pool.ipynb #518d670f
+# %% ../nbs/24_pool.ipynb #95169d9c
 @dataclass
 class Group:
     "The rollouts of one task."
@@ -58,13 +59,15 @@ class Group:
     @property
     def newest_version(self): return max((int(s.versions.max()) for t in self.trajectories for s in t.segments), default=-1)
 
-    def settle(self, filter_no_spread:bool):
-        "Part with failed rollouts, then decide: ready, filtered or dropped. Returns the failed ones."
+    def settle(self, filter_no_spread:bool, low:float=None, high:float=None):
+        "Part with failed rollouts, then decide: ready, filtered or dropped. Groups are kept whose mean reward is above `low` and below `high`. Returns the failed ones."
         bad = [t for t in self.trajectories if t.outcome in ('error', 'invalid') or not t.n_actions]
         self.trajectories = [t for t in self.trajectories if t not in bad]
-        rewards = [t.reward for t in self.trajectories]
+        rewards = [t.reward for t in self.trajectories]; mean = sum(rewards)/max(1, len(rewards))
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
         if len(rewards) < 2: self.state, self.reason = 'dropped', f'{len(rewards)} usable rollouts'
-        elif filter_no_spread and max(rewards)-min(rewards) <= 1e-6*max(map(abs, rewards)): self.state, self.reason = 'filtered', f'every reward is {rewards[0]:g}'
+        elif filter_no_spread and not carries_signal(rewards): self.state, self.reason = 'filtered', f'every reward is {rewards[0]:g}'
+        elif not low < mean < high: self.state, self.reason = 'filtered', f'the mean reward {mean:g} is not between {low:g} and {high:g}'
         else: self.state = 'ready'
         return bad
 
@@ -143,13 +146,13 @@ def _settle(self:Pool, group, state, reason=''):
 @patch
 def _fate(self:Pool, task, state, reason): self.fates[task['id']][f'dropped: {reason}' if state == 'dropped' else state] += 1
 
-# %% ../nbs/24_pool.ipynb #c62af099
+# %% ../nbs/24_pool.ipynb #4e48336c
 @patch
 async def _group(self:Pool, group):
     try:
         group.trajectories = list(await asyncio.gather(*(self._one(group, k) for k in range(self.config.samples_per_group))))
         group.finished = time.perf_counter(); self.record('engine', group.started, group.finished, f'group {group.id}')
-        bad = group.settle(self.config.filter_no_spread)
+        bad = group.settle(self.config.filter_no_spread, self.config.filter_low, self.config.filter_high)
         self.tally.update(f'rollouts/{t.outcome}' for t in group.trajectories + bad)
         self.tally.update({'usable': len(group.trajectories), 'duplicates': duplicates(group.trajectories)})
         if group.state == 'ready': self.ready.append(group); self.barren = 0

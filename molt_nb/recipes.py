@@ -19,7 +19,7 @@ from .policy import PolicyConfig
 
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'load_recipe', 'recipe_faults', 'recipe_names', 'project_dir', 'make_objective']
 
-# %% ../nbs/26_recipes.ipynb #482f14c5
+# %% ../nbs/26_recipes.ipynb #ac040822
 @dataclass
 class TaskConfig:
     "Which agent is trained, on which tasks."
@@ -39,12 +39,14 @@ class AlgorithmConfig:
     aggregation: str = 'token_mean'             # token_mean | seq_mean | prompt_mean | fixed
     kl: str = 'k2'                              # the KL term's estimator, used when kl_coef > 0
     kl_coef: float = 0.0
+    kl_target: float | None = None              # nats per token: after each batch kl_coef moves so that loss/kl comes there; None: kl_coef stays
     reference: str | None = None                # the model that KL terms compare with, on ranks of its own; None: the one that training starts from
     teacher: str | None = None                  # the model that `on_policy_distill` learns from, on ranks of its own
     entropy_coef: float = 0.0
+    score_centering: int = 0                    # the engine's k likeliest tokens over which the mean score is subtracted (notebook 11); 0: off
     updates_per_batch: int = 1                  # optimizer steps a batch
 
-# %% ../nbs/26_recipes.ipynb #80c6ca57
+# %% ../nbs/26_recipes.ipynb #5c430d4d
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -56,6 +58,8 @@ class PoolConfig:
     too_old: str = 'requeue'        # what would be older is aborted, its task queued again: requeue; it goes on, and its old tokens are not trained: mask
     max_requeues: int = 4           # times that a task is queued again before it is dropped
     filter_no_spread: bool = True   # groups whose rewards are all equal carry no signal: sample another task instead
+    filter_low: float | None = None # ... and groups whose mean reward is not above this; None: no bound
+    filter_high: float | None = None # ... or not below this
     synchronous: bool = False       # generate, train, sync, strictly in turn
     epochs: int | None = None       # passes over the data; then the run ends, with a last batch of what is left. None: only `steps` counts
     max_barren_groups: int = 200    # finished groups in a row without one to train (all filtered or dropped) stop the run
@@ -98,7 +102,7 @@ class Recipe:
     pool: PoolConfig = field(default_factory=PoolConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-# %% ../nbs/26_recipes.ipynb #9d613c3a
+# %% ../nbs/26_recipes.ipynb #ff58204d
 def _fast_bf16(device:str) -> bool:
     import torch
     return device == 'cuda' or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -111,7 +115,7 @@ def resolve(self:Recipe) -> Recipe:
     fast = _fast_bf16(self.device)
     if self.engine.dtype == 'auto': self.engine.dtype = 'bfloat16' if fast else 'float32'
     if self.policy.autocast == 'auto': self.policy.autocast = 'bfloat16' if fast else None
-    self.policy.dtype = self.engine.dtype
+    self.policy.dtype, self.engine.top_logprobs = self.engine.dtype, self.algorithm.score_centering
     return self
 
 @patch(as_prop=True)
@@ -206,13 +210,13 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #f508ab2f
+# %% ../nbs/26_recipes.ipynb #b51fdae6
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
     a = r.algorithm
     return losses.Objective(correction=corrections.CORRECTIONS[a.correction], correction_options=a.correction_options, loss=losses.LOSSES[a.loss], loss_options=a.loss_options,
-                            aggregation=a.aggregation, kl=a.kl, kl_coef=a.kl_coef, entropy_coef=a.entropy_coef, budget=r.limits.max_turns*r.limits.max_new_tokens)
+                            aggregation=a.aggregation, kl=a.kl, kl_coef=a.kl_coef, entropy_coef=a.entropy_coef, score_centering=a.score_centering > 0, budget=r.limits.max_turns*r.limits.max_new_tokens)
 
 def _algorithm_faults(r):
     from molt_nb.corrections import CORRECTIONS
@@ -231,10 +235,13 @@ def _algorithm_faults(r):
     if 'values' in f.needs: faults.append(f"'algorithm.estimator': {a.estimator} needs the values of a critic, and the policy has none yet; write reinforce, or an estimator of groups")
     if bool(a.teacher) != ('teacher_logprobs' in f.needs): faults.append(f"'algorithm.teacher' is {a.teacher!r}: " + (f'{a.estimator} does not ask it; leave it out, or write algorithm.estimator=on_policy_distill' if a.teacher else f'{a.estimator} learns from one; write the name or directory of a model with the same vocabulary'))
     if a.reference and not r.needs_reference: faults.append(f"'algorithm.reference' is {a.reference!r}, and nothing compares with it: write algorithm.kl_coef, or leave it out")
+    if a.kl_target is not None and not (a.kl_target > 0 and a.kl_coef > 0): faults.append(f"'algorithm.kl_target' is {a.kl_target} and 'algorithm.kl_coef' {a.kl_coef}: the second is moved until loss/kl is the first; write both above 0")
+    if a.score_centering < 0: faults.append(f"'algorithm.score_centering' is {a.score_centering}; write the number of tokens, or 0 to turn it off")
+    if a.score_centering and a.updates_per_batch != 1: faults.append(f"'algorithm.updates_per_batch' is {a.updates_per_batch}: score centering is for one update a batch; write 1")
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #0cd249f1
+# %% ../nbs/26_recipes.ipynb #3b37e611
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -250,6 +257,7 @@ def _size_faults(r):
     if r.max_minutes is not None and not r.max_minutes > 0: yield f"'max_minutes' is {r.max_minutes}; write a number above 0, or null"
     if p.max_staleness < 0: yield f"'pool.max_staleness' is {p.max_staleness}: no group would ever be young enough; write 0 or more"
     if p.max_requeues < 0: yield f"'pool.max_requeues' is {p.max_requeues}; write 0 (drop at once) or more"
+    if None not in (p.filter_low, p.filter_high) and p.filter_low >= p.filter_high: yield f"'pool.filter_low' {p.filter_low:g} is not below 'pool.filter_high' {p.filter_high:g}: no group has a mean reward between them"
     if p.epochs is not None and p.epochs < 1: yield f"'pool.epochs' is {p.epochs}; write at least 1, or null"
     if not 0 < p.max_failure_rate <= 1: yield f"'pool.max_failure_rate' is {p.max_failure_rate}; write a fraction above 0, up to 1"
     if e.request_timeout_s >= lim.episode_timeout_s: yield f"'engine.request_timeout_s' {e.request_timeout_s:g} is not below 'limits.episode_timeout_s' {lim.episode_timeout_s:g}: an engine that hangs would end episodes as errors instead of being replaced; lower the first or raise the second"
@@ -279,11 +287,12 @@ def _choice_faults(r):
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
     if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ: run a few steps with sync.bf16_tolerance=10, read the largest sync/mismatch, write twice that and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #cbc03c22
+# %% ../nbs/26_recipes.ipynb #ab552040
 def _chat_faults(r, agent):
     "Parsers are named in vLLM's own tables, which are read without importing it; that takes ten seconds."
     from molt_nb.agents import ChatAgent
     from molt_nb.models import known_model
+    if r.algorithm.score_centering and issubclass(agent, ChatAgent): yield f"'algorithm.score_centering' is {r.algorithm.score_centering}, and {r.task.agent} is a ChatAgent: its turns do not carry the engine's likeliest tokens; write 0, or an Env"
     if not issubclass(agent, ChatAgent): yield from (f"'chat.{k}' is {getattr(r.chat, k)!r}, and {r.task.agent} is no ChatAgent: leave it out" for k in ('tool_parser', 'reasoning_parser', 'judge') if getattr(r.chat, k)); return
     for kind in ('tool', 'reasoning'):
         name, table = getattr(r.chat, f'{kind}_parser'), Path(importlib.util.find_spec('vllm').origin).parent/('tool_parsers' if kind == 'tool' else 'reasoning')/'__init__.py'

@@ -26,7 +26,7 @@ def _ints(values, name, low=0):
     if row.min() < low: raise ValueError(f'{name} must be >= {low}, got {row.min()} at position {row.argmin()}')
     return row.astype(np.int64)
 
-# %% ../nbs/00_tokens.ipynb #d59561ee
+# %% ../nbs/00_tokens.ipynb #9f3e4b83
 @dataclass
 class Turn:
     "What one generation returned: T sampled ids, the stop token included. Raises ValueError where the parts do not fit."
@@ -35,9 +35,11 @@ class Turn:
     versions: list[int]     # [T] policy version that sampled each id
     finish_reason: str      # 'stop', 'length' (cut by a budget) or 'abort'
     cached: int = 0         # prompt tokens that the engine took from its prefix cache
+    top_tokens: np.ndarray | None = field(default=None, compare=False)    # int [T, k] the engine's k likeliest ids at each position; None: nobody asked
+    top_logprobs: np.ndarray | None = field(default=None, compare=False)  # float [T, k] their behaviour log-probs
 
     def __post_init__(self):
-        self.arrays()
+        self.arrays(); self.tops()
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f'finish_reason must be one of {FINISH_REASONS}, got {self.finish_reason!r}')
         if not isinstance(self.cached, (int, np.integer)) or self.cached < 0: raise ValueError(f'cached must be an int >= 0, got {self.cached!r}')
@@ -53,6 +55,17 @@ class Turn:
         if bad.any(): raise ValueError(f'logprobs must be finite and <= 0, got {logprobs[bad][0]} at position {bad.argmax()}')
         return ids, np.minimum(logprobs, 0), versions
 
+    def tops(self):
+        "The checked k likeliest (ids int64, log-probs float32), each [T, k]; (None, None) where nobody asked."
+        if self.top_tokens is None and self.top_logprobs is None: return None, None
+        ids, p = np.asarray(self.top_tokens), np.asarray(self.top_logprobs, np.float32)
+        if ids.ndim != 2 or ids.shape != p.shape or len(ids) != len(self.ids) or ids.dtype.kind not in 'iu':
+            raise ValueError(f'top_tokens (ints) and top_logprobs must both be [{len(self.ids)}, k], got {ids.shape} and {p.shape}')
+        if ids.min(initial=0) < 0 or not np.diff(np.sort(ids)).all(): raise ValueError('top_tokens must be k different ids >= 0 at each position')
+        if not np.isfinite(p).all() or (p > 1e-3).any() or (np.exp(p).sum(1) > 1.01).any(): raise ValueError('top_logprobs must be finite, <= 0, and of one distribution at each position')
+        if (np.abs(p - np.asarray(self.logprobs, np.float32)[:, None])[ids == np.asarray(self.ids)[:, None]] > 1e-3).any(): raise ValueError('a sampled id has another log-prob among top_logprobs: the rows are shifted')
+        return ids.astype(np.int64), np.minimum(p, 0)
+
 # %% ../nbs/00_tokens.ipynb #699a7757
 @dataclass(frozen=True)
 class Span:
@@ -63,21 +76,22 @@ class Span:
     finish_reason: str | None = None # of an action: 'stop', 'length' or 'abort'
     cached: int = 0                  # of an action: prompt tokens that came from the prefix cache
 
-# %% ../nbs/00_tokens.ipynb #87f06633
+# %% ../nbs/00_tokens.ipynb #8b038204
 class Segment:
     "One append-only row of T ids, exactly as the engine saw and sampled them. ValueError for what does not fit."
     routes = None   # the engine's expert choices; chapter 14 fills them
+    top_k = None    # of its turns' top_tokens, 0 where they have none; None before the first
 
     def __init__(self, prompt_ids):  # prompt_ids: ids of the first prompt, not empty
         self._chunks, self._spans, self._length, self.sealed = [], [], 0, False
         self._append('prompt', _ints(prompt_ids, 'prompt_ids'))
         if not self._length: raise ValueError('a segment needs a prompt: prompt_ids is empty')
 
-    def _append(self, kind, ids, logprobs=None, versions=None, **of_turn):
+    def _append(self, kind, ids, logprobs=None, versions=None, tops=(None, None), **of_turn):
         if self.sealed: raise ValueError('this segment is sealed: open another one')
         if not len(ids): return
         if logprobs is None: logprobs, versions = np.zeros(len(ids), np.float32), np.full(len(ids), -1)
-        self._chunks.append((ids, logprobs, versions.astype(np.int32)))
+        self._chunks.append((ids, logprobs, versions.astype(np.int32), *tops))
         self._spans.append(Span(self._length, self._length + len(ids), kind, **of_turn))
         self._length += len(ids)
 
@@ -88,7 +102,9 @@ class Segment:
     def act(self, turn):
         "Append a sampled turn: every id of it is an action, the stop token included."
         if not len(turn.ids): raise ValueError('an empty turn has nothing to train')
-        self._append('action', *turn.arrays(), finish_reason=turn.finish_reason, cached=turn.cached)
+        tops = turn.tops(); k = 0 if tops[0] is None else tops[0].shape[1]
+        if self.top_k not in (None, k): raise ValueError(f'this turn has {k} top_tokens a position, the ones before it in the row have {self.top_k}')
+        self._append('action', *turn.arrays(), tops, finish_reason=turn.finish_reason, cached=turn.cached); self.top_k = k
 
     def seal(self):
         "No token may follow: the history in front of the next turn was rewritten."
@@ -96,8 +112,11 @@ class Segment:
 
     def __len__(self): return self._length
     def _joined(self, column): return np.concatenate([chunk[column] for chunk in self._chunks])
+    def _tops(self, column, fill): return np.concatenate([np.full((len(c[0]), self.top_k), fill) if c[column] is None else c[column] for c in self._chunks]) if self.top_k else None
 
-# %% ../nbs/00_tokens.ipynb #bba2c75a
+# %% ../nbs/00_tokens.ipynb #d83b413d
+_COLUMNS = dict(tokens='int64', logprobs='float32', versions='int32', top_tokens='int64', top_logprobs='float32')
+
 @patch(as_prop=True)
 def tokens(self: Segment) -> np.ndarray:
     "int64 [T]: the exact ids."
@@ -119,13 +138,23 @@ def versions(self: Segment) -> np.ndarray:
     return self._joined(2)
 
 @patch(as_prop=True)
+def top_tokens(self: Segment) -> np.ndarray | None:
+    "int64 [T, k]: the engine's k likeliest ids where `action_mask`, else -1; None where its turns have none."
+    return self._tops(3, np.int64(-1))
+
+@patch(as_prop=True)
+def top_logprobs(self: Segment) -> np.ndarray | None:
+    "float32 [T, k]: behaviour log-probs of `top_tokens`, else -inf; None where its turns have none."
+    return self._tops(4, np.float32(-np.inf))
+
+@patch(as_prop=True)
 def spans(self: Segment) -> list[Span]:
     "The pieces in order; they tile the row."
     return list(self._spans)
 
 @patch
 def __eq__(self: Segment, other):
-    return isinstance(other, Segment) and self._spans == other._spans and all(np.array_equal(self._joined(c), other._joined(c)) for c in range(3))
+    return isinstance(other, Segment) and self._spans == other._spans and all(np.array_equal(getattr(self, c), getattr(other, c)) for c in _COLUMNS)
 
 # %% ../nbs/00_tokens.ipynb #5f7f5f17
 OUTCOMES = ('ok', 'truncated', 'invalid', 'error')
@@ -160,7 +189,7 @@ class Trajectory:
         "The oldest policy version that sampled a token of it; -1 when nothing was sampled."
         return min((int(seg.versions[seg.action_mask].min()) for seg in self.segments if seg.action_mask.any()), default=-1)
 
-# %% ../nbs/00_tokens.ipynb #5800ba85
+# %% ../nbs/00_tokens.ipynb #12cd926d
 _OF_ROLLOUT = ('reward', 'outcome', 'task_id', 'group_id', 'rollout_id', 'reason')
 
 def save_trajectories(
@@ -174,20 +203,20 @@ def save_trajectories(
     except TypeError as e: raise ValueError(f'info must hold plain JSON values: {e}')
     columns = {'trajectory': pa.array([n for n, _, _ in rows], pa.int64()), 'info': [infos[n] for n, _, _ in rows]}
     for key in _OF_ROLLOUT: columns[key] = pa.array([getattr(t, key) for _, t, _ in rows], pa.float64() if key == 'reward' else pa.string())
-    for key, kind in (('tokens', pa.int64()), ('logprobs', pa.float32()), ('versions', pa.int32())):
-        columns[key] = pa.array([None if seg is None else getattr(seg, key) for _, _, seg in rows], pa.list_(kind))
+    for key, kind in _COLUMNS.items():      # top_tokens and top_logprobs lie flat, position by position
+        columns[key] = pa.array([None if seg is None or (x := getattr(seg, key)) is None else x.reshape(-1) for _, _, seg in rows], pa.list_(pa.type_for_alias(kind)))
     columns['spans'] = [json.dumps([vars(s) for s in seg.spans] if seg else []) for _, _, seg in rows]
     pq.write_table(pa.table(columns), aside := f'{path}.{os.getpid()}.tmp')
     os.replace(aside, path)
 
-# %% ../nbs/00_tokens.ipynb #113fdd7d
-def _rebuild(tokens, logprobs, versions, spans):
+# %% ../nbs/00_tokens.ipynb #ce8ec3f6
+def _rebuild(tokens, logprobs, versions, top_tokens, top_logprobs, spans):
     "A Segment from its stored arrays, checked again on the way."
-    segment = None
+    segment, tops = None, {} if top_tokens is None else dict(top_tokens=top_tokens.reshape(len(tokens), -1), top_logprobs=top_logprobs.reshape(len(tokens), -1))
     for s in spans:
         at, of_turn = slice(s['start'], s['stop']), dict(finish_reason=s['finish_reason'], cached=s['cached'])
         if s['kind'] == 'prompt': segment = Segment(tokens[at])
-        elif s['kind'] == 'action': segment.act(Turn(tokens[at], logprobs[at], versions[at], **of_turn))
+        elif s['kind'] == 'action': segment.act(Turn(tokens[at], logprobs[at], versions[at], **of_turn, **{k: x[at] for k, x in tops.items()}))
         else: segment.observe(tokens[at])
     return segment
 
@@ -195,11 +224,11 @@ def load_trajectories(path):  # path: what `save_trajectories` wrote
     "The list of Trajectory in that file, equal to what was saved."
     import pyarrow.parquet as pq
     table, trajs = pq.read_table(path), []
-    arrays = [table[key] for key in ('tokens', 'logprobs', 'versions')]
-    rest = table.drop_columns(['tokens', 'logprobs', 'versions']).to_pylist()
+    arrays = [table[key] for key in _COLUMNS]
+    rest = table.drop_columns(list(_COLUMNS)).to_pylist()
     for i, row in enumerate(rest):
         spans = json.loads(row['spans'])
-        segment = _rebuild(*(a[i].values.to_numpy() for a in arrays), spans) if spans else None
+        segment = _rebuild(*(None if (v := a[i].values) is None else v.to_numpy() for a in arrays), spans) if spans else None
         if row['trajectory'] == len(trajs):
             trajs.append(Trajectory([segment] if segment else [], info=json.loads(row['info']), **{k: row[k] for k in _OF_ROLLOUT}))
         else: trajs[-1].segments.append(segment)

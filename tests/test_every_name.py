@@ -1,5 +1,5 @@
 """On the real stack every estimator and correction can be named in the recipe, and a teacher with the student's weights teaches exactly nothing."""
-import asyncio, json, math, subprocess, sys
+import asyncio, json, math, subprocess, sys, types
 import pytest
 from molt_nb.async_loop import AsyncLoop
 from molt_nb.corrections import CORRECTIONS
@@ -24,6 +24,24 @@ def test_they_run_by_name(tmp_path):
     assert len({c for _, c in seen}) == len(CORRECTIONS) == 7 and len({e for e, _ in seen}) == 7
     assert first['estimator/teacher_kl'] == 0 and first['estimator/advantage_abs'] == 0 and first['policy/grad_norm'] == 0
     for (estimator, _), m in list(seen.items())[1:]: assert m['policy/grad_norm'] > 0 and m['estimator/advantage_abs'] > 0 and math.isfinite(m['loss/policy']), estimator
+
+def test_score_centering_a_kl_target_and_a_band_for_groups(tmp_path):
+    "The engine's four likeliest tokens reach the loss, the KL coefficient moves towards its target, and groups outside of the band are counted."
+    words = 'algorithm.score_centering=4 algorithm.correction_options.high=1.02 algorithm.kl_coef=0.1 algorithm.kl_target=1.0 pool.filter_high=0.7 pool.groups_per_batch=4 pool.groups_in_flight=6'
+    async def main():
+        run = AsyncLoop(load_recipe('tiny', words, out_dir=str(tmp_path/'run'))); seen = []; train = AsyncLoop._train
+        async def spy(self, rollouts, rows, advantages, n): seen.append(rows); return await train(self, rollouts, rows, advantages, n)
+        run._train = types.MethodType(spy, run); await run.start()
+        try: return [await run.step() for _ in range(3)], seen
+        finally: await run.close()
+    history, batches = asyncio.run(main())
+    for rows in batches:
+        assert rows.top_tokens.shape == (*rows.tokens.shape, 4) and rows.top_logprobs[rows.mask].isfinite().all()
+        hit = rows.top_tokens[rows.mask] == rows.tokens[rows.mask][:, None]
+        assert hit.any() and (rows.top_logprobs[rows.mask] - rows.logprobs[rows.mask][:, None])[hit].abs().max() < 1e-5
+    assert all(math.isfinite(m['loss/centering']) for m in history) and any(m['loss/centering'] for m in history)
+    assert [m['loss/kl_coef'] for m in history[:2]] == pytest.approx([.1, .1*(1 - .2*len(batches[0].rollout.unique())/10_000)])      # loss/kl is far below its target
+    assert all(m['reward/mean'] < .7 for m in history)
 
 @pytest.mark.parametrize('words,fault', [('estimator=gae', 'critic'), ('estimator=on_policy_distill', 'algorithm.teacher'), ('teacher=tiny', 'does not ask it'), ('estimator=flash_reinforce', "needs 'flash'"),
                                          ('correction=importance algorithm.correction_options={of: tv, mode: clip}', 'a tv is no weight'), ('estimator_options={kl_coef: 0.1}', "no option 'kl_coef'")])
