@@ -157,7 +157,7 @@ def _number(value, want):
 
 def _kind(t): return {int: 'a whole number', float: 'a number', str: 'a text', dict: 'a mapping {key: value}'}.get(t, t.__name__)
 
-# %% ../nbs/26_recipes.ipynb #efbdb238
+# %% ../nbs/26_recipes.ipynb #7e6b8c4b
 class RecipeError(ValueError):
     "All faults of a recipe, one a line. `faults` is the list."
     def __init__(self, faults): self.faults = list(faults); super().__init__('the recipe has %d fault%s:\n  - ' % (len(self.faults), 's'*(len(self.faults) != 1)) + '\n  - '.join(self.faults))
@@ -172,7 +172,8 @@ def _nearest(key, cls=Recipe):
     known = list(_paths(cls)); leaf = key.rsplit('.', 1)[-1]
     near = [p for p in known if p.rsplit('.', 1)[-1] == leaf] or difflib.get_close_matches(key, known, 3, .6)
     names = difflib.get_close_matches(leaf, [p.rsplit('.', 1)[-1] for p in known], 3, .6)
-    return list(dict.fromkeys(near + [p for n in names for p in known if p.rsplit('.', 1)[-1] == n]))[:3]
+    initials = [p for p in known if p.rsplit('.', 1)[-1] == ''.join(w[:1] for w in leaf.split('_'))]      # learning_rate: lr
+    return list(dict.fromkeys(initials + near + [p for n in names for p in known if p.rsplit('.', 1)[-1] == n]))[:3]
 
 # %% ../nbs/26_recipes.ipynb #32f8578e
 def _apply(tree, changes, faults, where, prefix=''):
