@@ -10,27 +10,27 @@ import time
 from fastcore.basics import patch
 from .policy import Policy, PolicyError, _mean, _memory_mb, group_split
 
-# %% ../nbs/22_critic.ipynb #58e5ccfe
+# %% ../nbs/22_critic.ipynb #295c5c75
 class Critic(Policy):
     "A model that says before each trainable token what return to expect: the policy's trunk, sharding and optimizer, and a value head instead of the vocabulary's."
     def build(self, address:str=None) -> dict:
         "As the policy's, and the head, zero."
         import torch
         seconds = super().build(address)
-        self.head = torch.nn.Linear(self.model.lm_head.weight.shape[1], 1, device=self.device, dtype=torch.float32)
-        for p in self.head.parameters(): torch.nn.init.zeros_(p)
-        self.parts.append(self.head); self.optimizer.add_param_group(dict(params=list(self.head.parameters())))
+        self.value_head = torch.nn.Linear(self.model.lm_head.weight.shape[1], 1, device=self.device, dtype=torch.float32)
+        for p in self.value_head.parameters(): torch.nn.init.zeros_(p)
+        self.parts.append(self.value_head); self.optimizer.add_param_group(dict(params=list(self.value_head.parameters())))
         return seconds
 
     def _head(self, plain, target, predictors, entropy):
         import torch
         def forward(hidden, *_, **__):
-            with torch.autocast(self.device.type, enabled=False): v = self.head(hidden.flatten(0, 1)[predictors].float())      # [k, 1]
+            with torch.autocast(self.device.type, enabled=False): v = self.value_head(hidden.flatten(0, 1)[predictors].float())      # [k, 1]
             return torch.cat([v, torch.zeros_like(v)], -1)           # the second column is the policy's entropy
         return forward
 
     def _clip(self, limit) -> float:
-        for p in self.head.parameters(): p.grad = (self._sum_ranks(p.grad)/self.world).to(self.device)      # FSDP averages the trunk's
+        for p in self.value_head.parameters(): p.grad = (self._sum_ranks(p.grad)/self.world).to(self.device)      # FSDP averages the trunk's
         return super()._clip(limit)
 
     def values(self, rows) -> 'Tensor':

@@ -25,7 +25,7 @@ def test_they_run_by_name(tmp_path):
     assert first['estimator/teacher_kl'] == 0 and first['estimator/advantage_abs'] == 0 and first['policy/grad_norm'] == 0
     for (estimator, _), m in list(seen.items())[1:]: assert m['policy/grad_norm'] > 0 and m['estimator/advantage_abs'] > 0 and math.isfinite(m['loss/policy']), estimator
 
-@pytest.mark.parametrize('words,fault', [('estimator=gae', 'critic'), ('estimator=on_policy_distill', 'algorithm.teacher'), ('teacher=tiny', 'does not ask it'), ('estimator=flash_reinforce', "needs 'flash'"),
+@pytest.mark.parametrize('words,fault', [('estimator=grpo critic.lr=0.001', 'asks no critic'), ('estimator=on_policy_distill', 'algorithm.teacher'), ('teacher=tiny', 'does not ask it'), ('estimator=flash_reinforce', "needs 'flash'"),
                                          ('correction=importance algorithm.correction_options={of: tv, mode: clip}', 'a tv is no weight'), ('estimator_options={kl_coef: 0.1}', "no option 'kl_coef'")])
 def test_what_cannot_be_is_refused_before_anything_starts(words, fault):
     with pytest.raises(RecipeError, match=fault): load_recipe('tiny', f'algorithm.{words}')
