@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'seconds_left', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #54a69e59
+# %% ../nbs/20_async_loop.ipynb #b2fb2028
 import ast, asyncio, atexit, contextlib, difflib, json, os, sys, threading, time
 from collections import deque
 from dataclasses import asdict, replace
@@ -16,6 +16,7 @@ from ray import cloudpickle
 from . import estimators
 from .agents import ChatAgent, load_agent, make_tasks, run_episode
 from .batches import make_batch
+from .critic import Critic
 from .engines import Engine, EngineError, engine_env
 from .losses import adapt_kl_coef
 from .metrics import LogWriter, known_metrics
@@ -102,7 +103,7 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version, names=names)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #18b5016f
+# %% ../nbs/20_async_loop.ipynb #0eb90228
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -111,7 +112,7 @@ class AsyncLoop:
     ):
         self.recipe, self.agent = recipe, agent
         self.version, self.optimizer_step, self.history, self.timeline, self.startup = 0, 0, [], deque(maxlen=20_000), {}     # timeline: the newest intervals
-        self.policies, self.references, self.teachers, self.runners, self.reruns, self.restarts = [], [], [], [], 0, 0
+        self.policies, self.references, self.teachers, self.critics, self.runners, self.reruns, self.restarts = [], [], [], [], [], 0, 0
         self._weights, self.sync, self.broken = asyncio.Lock(), None, None
         self.engines = self.judges = self.pool = self.log = self._thread = self._loop = self._stepping = None
         self._own_ray = self._closed = False
@@ -145,14 +146,14 @@ async def answers(self:AsyncLoop, n:int=3) -> list[dict]:
     "The policy's answers to `n` held-out tasks (at most recipe.show_rollouts), with prompt and reward. They are not trained on, unless the data set has no others."
     return await self._bridge(self._answers(n))
 
-# %% ../nbs/20_async_loop.ipynb #a06f79b5
+# %% ../nbs/20_async_loop.ipynb #1477f976
 @patch
 async def _start(self:AsyncLoop):
     r, t = self.recipe, time.perf_counter()
     self.out = Path(r.out_dir) if r.out_dir else project_dir()/'runs'/f'{time.strftime("%Y%m%d-%H%M%S")}-{Path(r.model).name}'
     if (self.out/'metrics.jsonl').exists(): raise RunError(f'{r.out_dir} already holds a run; choose another out_dir')
     made = asyncio.ensure_future(asyncio.to_thread(model_dir, r.model))     # the first time a model is made, in a process of its own
-    self._own_ray = start_ray(r.engines + bool(r.chat.judge) + r.policy.ranks*(1 + r.needs_reference + bool(r.algorithm.teacher)) + r.runners, r.ray_address); self.startup['ray'] = time.perf_counter()-t
+    self._own_ray = start_ray(r.engines + bool(r.chat.judge) + r.policy.ranks*(1 + r.needs_reference + bool(r.algorithm.teacher) + r.needs_critic) + r.runners, r.ray_address); self.startup['ray'] = time.perf_counter()-t
     self.model = str(await made); self.startup['model'] = time.perf_counter()-t
     self.tokenizer = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self.model))     # its import takes seconds: beside the others
     self._make_actors()
@@ -163,22 +164,22 @@ async def _start(self:AsyncLoop):
     t = time.perf_counter(); await self._first_publication(); self.startup['first sync'] = time.perf_counter()-t
     self._open_log(); return {k: round(v, 1) for k, v in self.startup.items()}
 
-# %% ../nbs/20_async_loop.ipynb #b3728928
+# %% ../nbs/20_async_loop.ipynb #9268f350
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, int(self.recipe.device == 'cuda')
-    policy, n = replace(r.policy, total_steps=r.steps*r.algorithm.updates_per_batch), r.policy.ranks
+    policy, n = replace(r.policy, total_steps=(r.steps - r.needs_critic*r.critic.warmup_steps)*r.algorithm.updates_per_batch), r.policy.ranks
     engine = actor(Engine, engine_env(r.engine), r.engine.tensor_parallel*gpu, max_concurrency=1000)
     self.engines = EngineGroup(lambda name: engine.remote(self.model, r.engine, r.sampling, name=name), [f'engine{i}' for i in range(r.engines)],
                                r.engine.max_restarts, r.engine.start_timeout_s, self._rejoin)
-    def ranks(path, frozen): return [actor(PolicyActor, policy_env(r.policy), gpu).remote(path, policy, r.sampling.temperature, rank=i, world=n, frozen=frozen) for i in range(n)]
-    self.policies = ranks(self.model, False)
-    def frozen(what, model):
+    def ranks(field, model, config=policy, frozen=True, cls=PolicyActor):
         path = str(model_dir(model))
-        if path != self.model and load_tokenizer(path).get_vocab() != load_tokenizer(self.model).get_vocab(): raise RunError(f'algorithm.{what} {model!r} has another vocabulary than {r.model!r}: its log-probs are of other tokens')
-        return ranks(path, True)
-    if r.needs_reference: self.references = frozen('reference', r.algorithm.reference or r.model)
-    if r.algorithm.teacher: self.teachers = frozen('teacher', r.algorithm.teacher)
+        if path != self.model and load_tokenizer(path).get_vocab() != load_tokenizer(self.model).get_vocab(): raise RunError(f'{field} {model!r} has another vocabulary than {r.model!r}: its outputs are of other tokens')
+        return [actor(cls, policy_env(config), gpu).remote(path, config, r.sampling.temperature, rank=i, world=n, frozen=frozen) for i in range(n)]
+    self.policies = ranks('model', self.model, frozen=False)
+    if r.needs_reference: self.references = ranks('algorithm.reference', r.algorithm.reference or r.model)
+    if r.algorithm.teacher: self.teachers = ranks('algorithm.teacher', r.algorithm.teacher)
+    if r.needs_critic: self.critics = ranks('critic.model', r.critic.model or r.model, replace(policy, lr=r.critic.lr, total_steps=r.steps*r.critic.updates_per_batch), False, Critic)
     agent = _by_value(self.agent, self.agent) if self.agent else r.task.agent
     judge = r.chat.judge and str(model_dir(r.chat.judge))
     self.judges = EngineGroup(lambda name: engine.remote(judge, r.engine, r.sampling, name=name), ['judge'] if judge else [], r.engine.max_restarts, r.engine.start_timeout_s, self._judge_up)
@@ -204,7 +205,7 @@ async def _start_policy(self:AsyncLoop):
     async def build(what, ranks):
         host, port = await within(ranks[0].__ray_call__.remote(lambda actor: free_address()), 120, what)       # on rank 0's machine
         await self._all(what, [p.build.remote(f'tcp://{host}:{port}' if len(ranks) > 1 else None) for p in ranks], self.recipe.engine.start_timeout_s + 60, 'engine.start_timeout_s')
-    await asyncio.gather(*(build(what, ranks) for what, ranks in (('policy', self.policies), ('reference', self.references), ('teacher', self.teachers)) if ranks))
+    await asyncio.gather(*(build(what, ranks) for what, ranks in (('policy', self.policies), ('reference', self.references), ('teacher', self.teachers), ('critic', self.critics)) if ranks))
 
 @patch
 async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
@@ -316,7 +317,7 @@ def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #a2b568f6
+# %% ../nbs/20_async_loop.ipynb #7b2caee5
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
@@ -344,10 +345,11 @@ async def _step(self:AsyncLoop):
 
 @patch
 async def _reference_logprobs(self:AsyncLoop, rows):
-    "KL terms compare with the reference, distillation with the teacher. An estimator that reads the policy's own log-probs needs them before it runs."
+    "KL terms compare with the reference, distillation with the teacher, gae with the critic's values. An estimator that reads the policy's own log-probs needs them before it runs."
     r, at = self.recipe, ray.put(rows)
     for what, frozen, column in (('reference', self.references, 'ref_logprobs'), ('teacher', self.teachers, 'teacher_logprobs')):
         if frozen: setattr(rows, column, (await self._all(what, [p.logprobs.remote(at) for p in frozen], r.pool.watchdog_s))[0])
+    if self.critics: rows.values = (await self._all('critic', [p.values.remote(at) for p in self.critics], r.pool.watchdog_s))[0]
     if r.algorithm.estimator_options.get('kl_coef') or 'old_logprobs' in getattr(estimators.ESTIMATORS[r.algorithm.estimator], 'needs', ()): rows.old_logprobs = (await self._all('policy', [p.logprobs.remote(at) for p in self.policies], r.pool.watchdog_s))[0]
 
 @patch
@@ -356,22 +358,26 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #90cd114e
+# %% ../nbs/20_async_loop.ipynb #c66c31b8
 @patch
 def _objective(self:AsyncLoop) -> bytes:
     o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
 
 @patch
 async def _train(self:AsyncLoop, rollouts, rows, advantages, n_groups):
-    r = self.recipe; batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective, names = self._objective(), list(known_metrics())
-    out = await self._all('policy', [p.step.remote(*batch, objective, min(n_groups, r.algorithm.updates_per_batch), self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s')
-    metrics, rows.old_logprobs = out[0]; return {**metrics, **self._next_kl_coef(metrics, len(rollouts))}
+    "The policy trains and the critic learns, at the same time. While the critic warms up, the policy measures and takes no step."
+    r = self.recipe; warm = bool(self.critics) and len(self.history) < r.critic.warmup_steps; batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective, names = self._objective(), list(known_metrics())
+    n = 0 if warm else min(n_groups, r.algorithm.updates_per_batch)
+    critics = self.critics if rows.returns is not None else []       # an estimator named since may leave none
+    out, learnt = await asyncio.gather(self._all('policy', [p.step.remote(*batch, objective, n, self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s'),
+                                       self._all('critic', [p.learn.remote(*batch[:2], min(n_groups, r.critic.updates_per_batch), r.critic.clip) for p in critics], r.pool.watchdog_s, 'pool.watchdog_s'))
+    metrics, rows.old_logprobs = out[0]; return {**metrics, **self._next_kl_coef(metrics, len(rollouts)), **({**learnt[0], 'critic/warmup': float(warm)} if learnt else {})}
 
 @patch
 def _next_kl_coef(self:AsyncLoop, metrics, n):
     "The coefficient that this step had; with a target, the recipe gets the next step's."
     a = self.recipe.algorithm; used = {'loss/kl_coef': a.kl_coef} if a.kl_coef else {}
-    if a.kl_target: a.kl_coef = adapt_kl_coef(a.kl_coef, metrics['loss/kl'], a.kl_target, n)
+    if a.kl_target and 'loss/kl' in metrics: a.kl_coef = adapt_kl_coef(a.kl_coef, metrics['loss/kl'], a.kl_target, n)
     return used
 
 # %% ../nbs/20_async_loop.ipynb #d3d00222
@@ -392,7 +398,7 @@ def _pool_stats(self:AsyncLoop, seconds):
     return {'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), 'rollouts/duplicates': tally['duplicates']/max(1, tally['usable']), **counted,
             'rollouts/filtered_groups': float(tally['groups/filtered']), 'engine/restarts': float(new), 'rollouts/rerun': float(reruns), 'memory/driver_mb': psutil.Process().memory_info().rss/2**20}
 
-# %% ../nbs/20_async_loop.ipynb #446710d5
+# %% ../nbs/20_async_loop.ipynb #cea2ad20
 @patch
 async def _answers(self:AsyncLoop, n):
     async def one(k, task):
@@ -402,7 +408,7 @@ async def _answers(self:AsyncLoop, n):
 
 @patch
 async def save(self:AsyncLoop, path=None) -> Path:
-    "Write the policy as a Hugging Face checkpoint (float32) to `path`, else to `model` in the run's directory."
+    "Write the policy as a Hugging Face checkpoint (float32) to `path`, else to `model` in the run's directory. A critic is not saved."
     path = Path(path or self.out/'model').resolve()
     async def export():
         async with self._weights: await self._all('policy', [p.save_hf.remote(path) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s')
@@ -413,7 +419,7 @@ async def _shutdown(self:AsyncLoop):
     if self.pool: await self.pool.close()
     if self._stepping and not self._stepping.done(): self._stepping.cancel(); await asyncio.gather(self._stepping, return_exceptions=True)
     if self.engines and ray.is_initialized(): await asyncio.gather(self.engines.close(), self.judges.close())
-    for a in [*self.policies, *self.references, *self.teachers, *self.runners]: ray.kill(a)
+    for a in [*self.policies, *self.references, *self.teachers, *self.critics, *self.runners]: ray.kill(a)
     if self._own_ray: await asyncio.to_thread(ray.shutdown)
     if self.log: self.log.close()
 

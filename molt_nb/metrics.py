@@ -96,7 +96,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #3f8cabf7
+# %% ../nbs/15_metrics.ipynb #c1625a5c
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'correction/rejected_fraction': ('trainable tokens that the correction set to 0, dropped rollouts included', 'fraction', 'below 0.1', 'widen the bounds or lower the staleness', (None, 0.9)),
     'correction/rejected_rollouts': ('rollouts of which nothing is kept', 'fraction', 'below 0.1', ''),
@@ -114,6 +114,15 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/centering': ('what score centering added to the surrogate, mean over trainable tokens', '', 'near 0', 'large: the correction truncates much; lower the staleness'),
     'loss/value': ("the critic's loss over the window", 'reward squared', 'falls', 'flat: raise its learning rate, or warm it up longer'),
     'loss/value_clip_fraction': ("trainable tokens whose value left the clip around the old one", 'fraction', 'below 0.2', 'high: lower the critic\'s learning rate or widen the clip'),
+    'value/explained_variance': ("variance of the returns that the critic's values explain, over trainable tokens; with lam < 1 the returns hold values themselves", 'fraction', 'from 0 towards 1', 'below 0 for long: lower critic.lr; near 0: warm up longer (critic.warmup_steps)'),
+    'value/mean': ('value before a trainable token, mean', 'reward', 'near value/return_mean', 'far from it: warm up longer, or raise critic.lr'),
+    'value/return_mean': ('what the critic is trained on, mean over trainable tokens', 'reward', 'grows with reward/mean', ''),
+    'critic/grad_norm': ("norm of the critic's gradient before clipping, head and trunk", '', 'steady', 'spikes: lower critic.lr'),
+    'critic/lr': ("learning rate of the critic's step", '', "follows the policy's schedule", ''),
+    'critic/skipped_steps': ("the critic's optimizer steps so far that were refused because the gradient was NaN or infinite", 'steps', '0', 'look at the rewards of those steps'),
+    'critic/warmup': ('1 in a batch from which only the critic learns: the policy takes no step, and its weights are published again', '', '0 after critic.warmup_steps batches', ''),
+    'time/critic': ("the critic's forward, backward and optimizer, slowest rank; it runs beside time/train", 's', 'at most time/train', '', None, 'max'),
+    'memory/critic_mb': ('resident memory of the critic, largest rank', 'MB', 'flat after step 1', '', None, 'max'),
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 

@@ -120,7 +120,7 @@ class Policy:
         if not self.temperature > 0: raise PolicyError(f'temperature {temperature} gives no distribution: write a positive number')
         if faults := layout_faults(self.config, world, n_experts(self.path)): raise PolicyError('; '.join(faults))
 
-# %% ../nbs/22_policy.ipynb #b74cc341
+# %% ../nbs/22_policy.ipynb #5acc6ea1
 @patch
 def build(self:Policy, address:str=None) -> dict:
     "Join the ranks at `address` (where it was not known before), load and shard the model, make the optimizer. Returns seconds by part."
@@ -140,6 +140,7 @@ def build(self:Policy, address:str=None) -> dict:
     c = self.config; sizes = ParallelismSizes(dp_replicate_size=c.replicas if c.replicas > 1 else None, ep_size=c.expert_parallel)
     self.setup = DistributedSetup.build(FSDP2Config(mp_policy=fp32), sizes, activation_checkpointing=c.activation_recompute)
     self.model = self._load(self.setup).eval()     # no dropout: a first step's ratio is exactly 1
+    self.parts = [self.model]
     self.gates = [m for m in self.model.modules() if hasattr(m, 'aux_loss_coeff')]      # routers; none in a dense model
     for g in self.gates: g._track_load_balance = True; g.train(c.balance_coef > 0)       # AutoModel adds the balance loss in train mode only
     if self.frozen: self.model.requires_grad_(False)
@@ -179,7 +180,7 @@ def _load(self:Policy, setup):
     with _built_on_cpu(family) if self.device.type == 'cpu' else contextlib.nullcontext():
         return NeMoAutoModelForCausalLM.from_pretrained(str(self.path), dtype=torch.float32, distributed_setup=setup, attn_implementation='sdpa', use_liger_kernel=False, **experts)
 
-# %% ../nbs/22_policy.ipynb #a1f00568
+# %% ../nbs/22_policy.ipynb #3a440e28
 def _chunk_logprobs(head, hidden, target, top, temperature, entropy):
     "Log-prob of `target` [k], entropy [k] (zeros unless asked for) and log-probs of `top` [k, m] from `hidden` [k, H], in float32."
     import torch
@@ -200,6 +201,11 @@ def _head_at(head, target, top, predictors, temperature, chunk, entropy):
         f = lambda *part: _chunk_logprobs(head, *part, temperature, entropy)
         return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False) if again else f(*part) for part in parts])
     return forward
+
+@patch
+def _head(self:Policy, plain, target, top, predictors, entropy):
+    "What stands in for the vocabulary head, whose own forward is `plain`, while the model runs. A critic puts its own here."
+    return _head_at(plain, target, top, predictors, self.temperature, self.config.head_chunk, entropy)
 
 # %% ../nbs/22_policy.ipynb #446ee232
 def _row_layout(tokens, mask):
@@ -240,7 +246,7 @@ def _thd_layout(tokens, mask, bins):
     x, position = torch.cat([tokens[i, :stop[i]] for i in rows])[None], torch.cat([torch.arange(stop[i]) for i in rows])[None]
     return dict(input_ids=x, position_ids=position, padding_mask=torch.zeros_like(x, dtype=torch.bool), qkv_format='thd', cu_seqlens=ends.int(), max_seqlen=max(stop[i] for i in rows)), torch.cat([begin[i] + mask[i].nonzero()[:, 0] - 1 for i in sorted(rows)])
 
-# %% ../nbs/22_policy.ipynb #52164333
+# %% ../nbs/22_policy.ipynb #d2297e5f
 @patch
 def _layout(self:Policy, tokens, mask, bins):
     "The layout of a micro-batch."
@@ -259,7 +265,7 @@ def _forward(self:Policy, tokens, mask, bins, entropy=False, top=None):
     if not self.gates: del inputs['padding_mask']      # routers count real tokens; nobody else asks
     head = self.model.lm_head; plain = head.forward; where = mask.to(self.device)
     others = where.new_zeros(int(where.sum()), 0, dtype=torch.long) if top is None else top.to(self.device)[where].clamp(min=0)      # a filler has none: -1
-    head.forward = _head_at(plain, tokens.to(self.device)[where], others, predictors.to(self.device), self.temperature, self.config.head_chunk, entropy)
+    head.forward = self._head(plain, tokens.to(self.device)[where], others, predictors.to(self.device), entropy)
     cast = torch.autocast(self.device.type, torch.bfloat16) if self.config.autocast == 'bfloat16' else contextlib.nullcontext()
     try:
         with cast: out = self.model(**{k: v.to(self.device) if torch.is_tensor(v) else v for k, v in inputs.items()}, use_cache=False)
@@ -380,7 +386,7 @@ def _reduce(self:Policy, windows:list, own:dict, more=()) -> list:
     every = self._of_all_ranks(torch.stack([pack_stats(w, names) for w in (*windows, own)]))
     return [reduce_stats(every[:, i], names) for i in range(every.shape[1])]
 
-# %% ../nbs/22_policy.ipynb #ca7c57a5
+# %% ../nbs/22_policy.ipynb #d6181464
 @patch
 def _may_train(self:Policy):
     if self.optimizer is None: raise PolicyError('this policy is ' + ('frozen: it only scores' if self.frozen else 'not built: call build() first'))
@@ -390,7 +396,7 @@ def _clip(self:Policy, limit) -> float:
     "Clip the gradient to the norm `limit`; returns the norm before."
     from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
     mesh = self.setup.mesh_context
-    return float(_whole(scale_grads_and_clip_grad_norm(limit, [self.model], device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh,
+    return float(_whole(scale_grads_and_clip_grad_norm(limit, self.parts, device_mesh=mesh.device_mesh, moe_mesh=mesh.moe_mesh,
                                                        ep_axis_name='ep' if self.config.expert_parallel > 1 else None, dp_group_size=self.world, foreach=True)))
 
 def _whole(t):
@@ -483,12 +489,12 @@ def _memory_mb():
     import psutil
     return psutil.Process().memory_info().rss/2**20
 
-# %% ../nbs/22_policy.ipynb #fbdb4b05
+# %% ../nbs/22_policy.ipynb #06c284ce
 @patch
 def train(self:Policy,
     rollouts, rows,            # the batch, whole, on every rank
     objective,                 # correction, loss and their options (chapter 12), shipped by value
-    n_updates:int=1,           # optimizer steps; each takes a share of the prompt groups
+    n_updates:int=1,           # optimizer steps; each takes a share of the prompt groups. 0: only measure, with log-probs and correction
     advantages=None,           # float32 [N, L], from an estimator
     version:int=None,          # the policy version being trained: statistics by age of the tokens are logged
     names=(),                  # metrics that are explained elsewhere, beside the glossary of this process
@@ -504,7 +510,7 @@ def train(self:Policy,
     t1 = time.time()
     corrected = None if shortcut else _correct(objective, rows, **age)
     windows, steps = [], []
-    for part in group_split(rollouts, rows, n_updates):
+    for part in group_split(rollouts, rows, n_updates) if n_updates else ():
         loss = _window_loss(objective, rollouts, rows, part, advantages, corrected)
         windows.append(self._accumulate(rows[part], loss, objective.entropy_coef != 0, objective.score_centering)); steps.append(self._step())
     if shortcut:

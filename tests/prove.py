@@ -2,6 +2,8 @@
 Writes nbs/evidence/, which is committed; afterwards `make run-nb NB=20_async_loop` shows it on the page.
 
     python tests/prove.py [NAME ...]      default: all of RUNS; about 45 minutes on two cores, and some two minutes for each of the 39 runs of `algorithms`
+    python tests/prove.py tiny-calc-gae   the multi-turn task with gae and a critic: the picture and the table of notebook 22_critic
+    python tests/prove.py smollm2-distil  SmolLM2 trained for five minutes (runs/teacher-smollm2), then distilled into a fresh one
     python tests/prove.py algorithms      every estimator and every preset on `tiny`: the picture and the table of notebook 16"""
 import shutil, subprocess, sys, time
 from pathlib import Path
@@ -11,19 +13,22 @@ EVIDENCE = NBS/'evidence'
 TWO = 'engines=2 runners=2 policy.ranks=2'
 RUNS = {'smollm2': ('smollm2', '', [0]), 'tiny': ('tiny', '', [0, 1, 2]), 'tiny-moe': ('tiny-moe', '', [0, 1, 2]),        # name: (recipe, overrides, seeds)
         'tiny-calc': ('tiny-calc', '', [0, 1, 2]), 'tiny-tools': ('tiny-tools', '', [0, 1, 2]), 'tiny-2x2': ('tiny', TWO, [0, 1, 2]), 'tiny-moe-2x2': ('tiny-moe', f'{TWO} policy.expert_parallel=2', [0, 1, 2])}
-TEACHER, UNFILTERED, STALE = 'runs/teacher/model', 'pool.filter_no_spread=false', 'pool.max_staleness=4 pool.groups_in_flight=24 pool.queue_groups=12'
+TEACHERS = {f'runs/{d}/model': m for d, m in (('teacher', 'tiny'), ('teacher-smollm2', 'smollm2'))}      # directory: recipe that makes it
+(TEACHER, BIG), UNFILTERED, STALE = TEACHERS, 'pool.filter_no_spread=false', 'pool.max_staleness=4 pool.groups_in_flight=24 pool.queue_groups=12'
+GAE = 'algorithm.estimator=gae critic.warmup_steps=5 critic.lr=1.0e-3'
 ALGORITHMS = {f'estimator-{e}': ('tiny', f'algorithm.estimator={e} {more}'.strip(), [0, 1, 2]) for e, more in dict(reinforce='', reinforce_baseline='', rloo='', grpo='', dr_grpo='algorithm.aggregation=fixed', gae='',
                   on_policy_distill=f'algorithm.teacher={TEACHER} {UNFILTERED}', flash_reinforce=f'algorithm.aggregation=seq_mean algorithm.correction=flash {UNFILTERED}').items()}
 ALGORITHMS |= {f'correction-{c}': ('tiny', f'algorithm.correction={c} {more} {STALE}'.replace('  ', ' '), [0, 1, 2]) for c, more in dict(tis='', icepop='', mis='', seq_mask_tis='algorithm.correction_options.low=0.8 algorithm.correction_options.high=1.25',
                    flash='algorithm.correction_options.high=0.1').items()}      # the default bands are made for long rollouts; these have four tokens
 RUNS |= ALGORITHMS
+RUNS |= {'tiny-calc-gae': ('tiny-calc', GAE, [0, 1, 2]), 'smollm2-distil': ('smollm2', f'algorithm.estimator=on_policy_distill algorithm.teacher={BIG} {UNFILTERED}', [0])}
 
 def refused(model, overrides):
     "Why the recipe cannot run; empty if it can. What a run needs made first is made."
     from molt_nb.recipes import RecipeError, load_recipe
-    if TEACHER in overrides and not (ROOT/TEACHER).exists():
-        run = (ROOT/TEACHER).parent; run.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, '-m', 'papermill', 'nbs/20_async_loop.ipynb', str(run/'20_async_loop.ipynb'), '--log-level', 'ERROR', '--no-progress-bar', '-p', 'model', model, '-p', 'out_dir', str(run), '-p', 'overrides', 'save=true'], cwd=ROOT, check=True)
+    for path in (p for p in TEACHERS if p in overrides and not (ROOT/p).exists()):
+        run = (ROOT/path).parent; run.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, '-m', 'papermill', 'nbs/20_async_loop.ipynb', str(run/'20_async_loop.ipynb'), '--log-level', 'ERROR', '--no-progress-bar', '-p', 'model', TEACHERS[path], '-p', 'out_dir', str(run), '-p', 'overrides', 'save=true'], cwd=ROOT, check=True)
     try: load_recipe(model, overrides); return ''
     except RecipeError as e: return '; '.join(e.faults)
 

@@ -12,7 +12,7 @@ from notebooks import NBS, ROOT, chapters
 NB_TIMEOUT, SUITE_TIMEOUT = 900, 1200      # against hanging only
 JOB = '20_async_loop'                      # is a job: tests/test_papermill.py runs all of it with papermill, as its user does
 LIGHT = ('test_bad_input', 'test_evidence', 'test_templates', 'test_algorithms')   # these start no Ray
-LONG = ('test_environments', 'test_fleet', 'test_every_name', 'test_chat', 'test_chat_server', 'test_staleness', 'test_windows')            # whole runs beyond the shortest, and abuse: families of environments, several engines and ranks, every algorithm by name, agent frameworks, ages, every way to compute a window
+LONG = ('test_environments', 'test_fleet', 'test_every_name', 'test_critic', 'test_chat', 'test_chat_server', 'test_staleness', 'test_windows')            # whole runs beyond the shortest, and abuse: families of environments, several engines and ranks, every algorithm by name, agent frameworks, ages, every way to compute a window
 ONE = '''
 import sys
 from pathlib import Path

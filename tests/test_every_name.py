@@ -43,7 +43,7 @@ def test_score_centering_a_kl_target_and_a_band_for_groups(tmp_path):
     assert [m['loss/kl_coef'] for m in history[:2]] == pytest.approx([.1, .1*(1 - .2*len(batches[0].rollout.unique())/10_000)])      # loss/kl is far below its target
     assert all(m['reward/mean'] < .7 for m in history)
 
-@pytest.mark.parametrize('words,fault', [('estimator=gae', 'critic'), ('estimator=on_policy_distill', 'algorithm.teacher'), ('teacher=tiny', 'does not ask it'), ('estimator=flash_reinforce', "needs 'flash'"),
+@pytest.mark.parametrize('words,fault', [('estimator=grpo critic.lr=0.001', 'asks no critic'), ('estimator=on_policy_distill', 'algorithm.teacher'), ('teacher=tiny', 'does not ask it'), ('estimator=flash_reinforce', "needs 'flash'"),
                                          ('correction=importance algorithm.correction_options={of: tv, mode: clip}', 'a tv is no weight'), ('estimator_options={kl_coef: 0.1}', "no option 'kl_coef'")])
 def test_what_cannot_be_is_refused_before_anything_starts(words, fault):
     with pytest.raises(RecipeError, match=fault): load_recipe('tiny', f'algorithm.{words}')

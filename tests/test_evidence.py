@@ -15,3 +15,11 @@ def test_tiny_learnt(run, seed):
     assert np.mean(r[-10:]) - np.mean(r[:10]) >= .25
     assert m[0]['mismatch/abs_log_max'] <= 1e-4 and max(x['sync/mismatch'] for x in m) <= 1e-4
     if run.endswith('2x2'): assert {x['sync/engines'] for x in m} == {2}
+
+@pytest.mark.parametrize('seed', [0, 1, 2])
+def test_gae_with_a_critic_learnt(seed):
+    "The multi-turn task; a warm-up in which only the critic learns; values that foretell returns."
+    m = read_metrics(ROOT/'nbs'/'evidence'/f'tiny-calc-gae-seed{seed}'/'metrics.jsonl'); r = [x['reward/raw_mean'] for x in m]
+    assert np.mean(r[-10:]) - np.mean(r[:10]) >= .25 and max(x['sync/mismatch'] for x in m) <= 1e-4
+    warm = [x['critic/warmup'] for x in m]; assert sum(warm) == 5 == sum(warm[:5]) and m[4]['optimizer_step'] == 0 < m[5]['optimizer_step']
+    assert m[0]['value/mean'] == 0
