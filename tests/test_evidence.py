@@ -18,7 +18,7 @@ def test_tiny_learnt(run, seed):
 
 @pytest.mark.parametrize('seed', [0, 1, 2])
 def test_gae_with_a_critic_learnt(seed):
-    "The multi-turn task; a warm-up in which only the critic learns; values that foretell returns."
+    "The multi-turn task; a warm-up in which only the critic learns, from values of exactly 0."
     m = read_metrics(ROOT/'nbs'/'evidence'/f'tiny-calc-gae-seed{seed}'/'metrics.jsonl'); r = [x['reward/raw_mean'] for x in m]
     assert np.mean(r[-10:]) - np.mean(r[:10]) >= .25 and max(x['sync/mismatch'] for x in m) <= 1e-4
     warm = [x['critic/warmup'] for x in m]; assert sum(warm) == 5 == sum(warm[:5]) and m[4]['optimizer_step'] == 0 < m[5]['optimizer_step']
