@@ -151,22 +151,24 @@ def level(divide, items, limit):
         else: low = mid + 1
     return divide(items, high)
 
-# %% ../nbs/13_batches.ipynb #a7f978d4
+# %% ../nbs/13_batches.ipynb #ea19d0d1
 def micro_batches(
     rows: Rows,
     token_budget: int,     # computed positions of a micro-batch, padding included
     n_ranks: int = 1,
-    capacity: int = 0,     # positions of a bin; 0 packs nothing
+    capacity: int = 0,     # positions of a bin, at most; 0 packs nothing
     hidden: int = 1 << 20, # the model's hidden size, for the cost of attention
     share: bool = False,   # compute equal prompts once
 ) -> list:                 # per rank: list of micro-batches, the same number for each rank; a micro-batch is a list of bins, a bin a list of units, a unit a list of row numbers
     "The work of one window. Each row with a trainable token is in exactly one unit. Deterministic: every rank computes the same plan."
     if token_budget <= 0 or n_ranks <= 0: raise ValueError(f'token_budget {token_budget} and n_ranks {n_ranks} must be positive')
     work = units(rows.tokens.cpu(), rows.mask.cpu(), hidden, share); plans = []
-    for mine in karmarkar_karp([cost(size, hidden) for _, size in work], n_ranks):
+    def planned(mine, capacity):
         bins = [[work[mine[u]] for u in b] for b in level(pack, [work[u][1] for u in mine], capacity)]
-        sizes = [sum(size for _, size in b) for b in bins]
-        plans.append([[[members for members, _ in b] for b in bins[i:j]] for i, j in level(cut, sizes, token_budget)])
+        sizes = [sum(size for _, size in b) for b in bins]; pieces = level(cut, sizes, token_budget)
+        return sum((j - i) * cost(sizes[i], hidden) for i, j in pieces), [[[members for members, _ in b] for b in bins[i:j]] for i, j in pieces]
+    for mine in karmarkar_karp([cost(size, hidden) for _, size in work], n_ranks):
+        plans.append(min((planned(mine, c) for c in {capacity >> k for k in (0, 1, 2)} | {0}), key=lambda plan: plan[0])[1])
     most = max(1, *map(len, plans))
     for plan in plans:
         while len(plan) < most and (wide := [m for m in plan if len(m) > 1]):
