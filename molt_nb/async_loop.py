@@ -164,7 +164,7 @@ async def _start(self:AsyncLoop):
     t = time.perf_counter(); await self._first_publication(); self.startup['first sync'] = time.perf_counter()-t
     self._open_log(); return {k: round(v, 1) for k, v in self.startup.items()}
 
-# %% ../nbs/20_async_loop.ipynb #9268f350
+# %% ../nbs/20_async_loop.ipynb #3d2e1f78
 @patch
 def _make_actors(self:AsyncLoop):
     r, gpu = self.recipe, int(self.recipe.device == 'cuda')
@@ -208,7 +208,7 @@ async def _start_policy(self:AsyncLoop):
     await asyncio.gather(*(build(what, ranks) for what, ranks in (('policy', self.policies), ('reference', self.references), ('teacher', self.teachers), ('critic', self.critics)) if ranks))
 
 @patch
-async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], 120)
+async def _start_runners(self:AsyncLoop): await self._all('runner', [x.ready.remote() for x in self.runners], self.recipe.engine.start_timeout_s, 'engine.start_timeout_s')
 
 # %% ../nbs/20_async_loop.ipynb #3dc6208d
 @patch
