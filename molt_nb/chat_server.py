@@ -512,7 +512,7 @@ def _message(body):
     try: return str(json.loads(body)['error']['message'])
     except (ValueError, KeyError, TypeError): return body.decode(errors='replace')[:500]
 
-# %% ../nbs/02_chat_server.ipynb #f6e26f71
+# %% ../nbs/02_chat_server.ipynb #e97eb0d2
 @dataclass
 class Chat:
     "What an agent gets: where to talk, and as whom."
@@ -538,7 +538,7 @@ class ChatServer:
     def start(self) -> str:
         "Listen; returns the address."
         import uvicorn
-        self.server = uvicorn.Server(uvicorn.Config(self.gate, host='127.0.0.1', port=0, log_level='error', lifespan='off', access_log=False, timeout_graceful_shutdown=1))
+        self.server = uvicorn.Server(uvicorn.Config(self.gate, host='127.0.0.1', port=0, log_level='error', lifespan='off', access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=600))      # a tool may run for minutes between two requests of one connection
         self.loop, up = asyncio.new_event_loop(), threading.Event()
         def run():
             async def serve():
