@@ -1,6 +1,6 @@
 """A long run of `tiny`: does any process grow, does a request leak, does the ledger balance, is anything older than allowed ever trained?
 
-    python tests/endurance.py [STEPS]     default 1000, about 15 minutes; writes nbs/evidence/endurance.json, which notebook 24 shows"""
+    python tests/endurance.py [STEPS]     default 1000, about ten minutes; writes nbs/evidence/endurance.json"""
 import asyncio, json, re, shutil, sys, time
 import psutil
 from notebooks import NBS, ROOT
