@@ -25,7 +25,7 @@ def memory():
 async def main(steps):
     out = ROOT/'runs'/f'endurance-{time.strftime("%Y%m%d-%H%M%S")}'; run = AsyncLoop(load_recipe('tiny', WORDS, steps=steps, out_dir=str(out))); seen, t = {}, time.time()
     try:
-        await run.start(); lived = []
+        await run.start()
         for k in range(1, steps + 1):
             await run.step()
             if k % max(1, steps//20) == 0:
