@@ -32,7 +32,7 @@ class Update(WeightTransferUpdateInfo):
     bucket_bytes: int = BUCKET_BYTES
     repair: bool = True
 
-# %% ../nbs/29_transfer_engine.ipynb #806be0b3
+# %% ../nbs/29_transfer_engine.ipynb #db92f382
 class Buffers:
     "Memory for buckets. What is handed out is taken back by itself, when no tensor views it any more."
     def __init__(self): self.all = []
@@ -42,18 +42,18 @@ class Buffers:
         if not free: self.all = [b for b in self.all if sys.getrefcount(b) > 3] + [np.empty(n, np.uint8)]; free = self.all[-1:]
         return torch.from_numpy(min(free, key=len)[:n])
 
-def incoming(group, plan, most:int=BUCKET_BYTES):
-    "Named tensors as they arrive. `group`: the transfer group; `plan`: buckets from `cut`; `most`: their bucket_bytes. The next bucket is received while this one is loaded."
-    buffers = Buffers()
+def incoming(group, plan, most:int=BUCKET_BYTES, buffers=None):
+    "Named tensors as they arrive. `group`: the transfer group; `plan`: buckets from `cut`; `most`: their bucket_bytes; `buffers`: of the sync before. The next two buckets are received while this one is loaded."
+    buffers = buffers or Buffers()
     def fetch(bucket):
         flat = buffers.take(bucket[-1][-1])
         for a, b in pieces(bucket, most): group.broadcast([flat[a:b]], from_rank0()).wait()
         return flat
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(fetch, plan[0])
+        ahead = [pool.submit(fetch, b) for b in plan[:2]]
         for i, bucket in enumerate(plan):
-            flat = ahead.result()
-            if i + 1 < len(plan): ahead = pool.submit(fetch, plan[i+1])
+            flat = ahead.pop(0).result()
+            if i + 2 < len(plan): ahead.append(pool.submit(fetch, plan[i+2]))
             for name, *where in bucket: yield name, view(flat, *where)
 
 # %% ../nbs/29_transfer_engine.ipynb #7866e71c
@@ -86,7 +86,7 @@ def repack(model):
         kernel = getattr(getattr(m, 'quant_method', None), 'moe_kernel', None)
         if kernel is not None: kernel.fused_experts.process_weights_after_loading(m)
 
-# %% ../nbs/29_transfer_engine.ipynb #1be278e4
+# %% ../nbs/29_transfer_engine.ipynb #3b446394
 class GlooTransferEngine(WeightTransferEngine[Join, Update]):
     "Receives buckets by gloo broadcast from transfer rank 0. vLLM's worker calls init once, then for each sync start, update, finish."
     init_info_cls, update_info_cls, group = Join, Update, None
@@ -94,7 +94,7 @@ class GlooTransferEngine(WeightTransferEngine[Join, Update]):
     def init_transfer_engine(self, init_info):
         i, p = init_info, self.parallel_config              # every worker of an engine has its own rank, as in vLLM's nccl engine
         rank = i.rank_offset + p.data_parallel_index*p.world_size + p.rank
-        self.group = gloo_group(i.host, i.port, rank, i.world_size, i.timeout_s)
+        self.group, self.buffers = gloo_group(i.host, i.port, rank, i.world_size, i.timeout_s), Buffers()
 
     def start_weight_update(self):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -106,7 +106,7 @@ class GlooTransferEngine(WeightTransferEngine[Join, Update]):
     def receive_weights(self, update_info):
         if self.group is None: raise RuntimeError('no sender: connect first')
         u, own = update_info, self.model_config.dtype
-        stream, self.repair = incoming(self.group, cut(asdict(u)), u.bucket_bytes), u.repair
+        stream, self.repair = incoming(self.group, cut(asdict(u)), u.bucket_bytes, self.buffers), u.repair
         try:
             if bad := lossy(u.dtypes, own): raise TypeError(f'weights came as {", ".join(bad)} to an engine in {own}: send them as {own}')
             if gone := missing(self.model, self.storage, self.model.load_weights(stream)):

@@ -13,8 +13,8 @@ import torch
 from fastcore.basics import patch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-# %% ../nbs/23_weight_sync.ipynb #ee8a790e
-BUCKET_BYTES = 16 << 20    # raw gloo on two idle cores: 3.6 GB/s in buckets of 16 MiB, 1.8 in buckets of 1 MiB
+# %% ../nbs/23_weight_sync.ipynb #47347dd5
+BUCKET_BYTES = 32 << 20    # raw gloo on two idle cores: 3.6 GB/s in buckets of 16 MiB, 1.8 in buckets of 1 MiB
 
 def make_manifest(named_tensors, dtype:str='float32', bucket_bytes:int=BUCKET_BYTES) -> dict:
     "What a sync will send: names, dtypes, full shapes (nothing is gathered). Floating weights travel as `dtype`, which must be the engine's."
@@ -50,13 +50,13 @@ def from_rank0():
     o = BroadcastOptions(); o.rootRank = o.rootTensor = 0
     return o
 
-# %% ../nbs/23_weight_sync.ipynb #54b35927
+# %% ../nbs/23_weight_sync.ipynb #f48a56c1
 class Sender:
     """Transfer rank 0, in policy rank 0. `Sender(host, port, world).send(named_tensors, manifest)`; the other policy ranks have no Sender and only
     iterate their own named tensors, so that gathers (`full_tensor`) meet."""
     def __init__(self, host:str, port:int, world:int, backend:str=None, timeout_s:float=120.0):
         self.backend = backend or ('nccl' if torch.cuda.is_available() else 'gloo')
-        if self.backend == 'gloo': self.group = gloo_group(host, port, 0, world, timeout_s)
+        if self.backend == 'gloo': self.group, self.buffers = gloo_group(host, port, 0, world, timeout_s), []
         else:
             from vllm.distributed.weight_transfer.nccl_common import trainer_init     # not run here: needs GPUs
             self.group = trainer_init(dict(master_address=host, master_port=port, world_size=world))
@@ -69,11 +69,11 @@ class Sender:
         return sum(b[-1][-1] for b in cut(manifest))/1e9/(time.time() - t)
 
     def _send_gloo(self, stream, manifest):
-        work = None
-        for flat in _filled(stream, cut(manifest), manifest['bucket_bytes']):     # one is filled while the one before it travels
-            if work: work.wait()
-            work = self.group.broadcast([flat], from_rank0())
-        next(stream, None); work.wait()                     # the stream checks that nothing follows
+        under_way = []
+        for flat in _filled(stream, cut(manifest), manifest['bucket_bytes'], self.buffers):     # one is filled while the one before it travels
+            under_way.append(self.group.broadcast([flat], from_rank0()))
+            if len(under_way) > 1: under_way.pop(0).wait()
+        next(stream, None); under_way[-1].wait()            # the stream checks that nothing follows
 
     def _send_nccl(self, stream, manifest):                 # not run here: needs GPUs
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
@@ -83,9 +83,10 @@ class Sender:
 
     def close(self): self.group = None                      # closes the sockets: receivers fail at once instead of waiting
 
-def _filled(stream, plan, most):
-    "The bytes of the stream, bucket by bucket and piece by piece, in two buffers in turn."
-    buffers = itertools.cycle([torch.empty(max(most, 16), dtype=torch.uint8) for _ in range(2)])
+def _filled(stream, plan, most, kept):
+    "The bytes of the stream, bucket by bucket and piece by piece, in two buffers in turn, which are `kept` for the next sync."
+    if not kept or len(kept[0]) < most: kept[:] = [torch.empty(max(most, 16), dtype=torch.uint8) for _ in range(2)]
+    buffers = itertools.cycle(kept)
     for bucket in plan:
         ranges = pieces(bucket, most)
         if len(ranges) == 1:
