@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'seconds_left', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #b2fb2028
+# %% ../nbs/20_async_loop.ipynb #c90028e6
 import ast, asyncio, atexit, contextlib, difflib, json, os, sys, threading, time
 from collections import deque
 from dataclasses import asdict, replace
@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ray import cloudpickle
 from . import estimators
 from .agents import ChatAgent, load_agent, make_tasks, run_episode
-from .batches import make_batch
+from .batches import make_batch, pad_rows
 from .critic import Critic
 from .engines import Engine, EngineError, engine_env
 from .losses import adapt_kl_coef
@@ -91,7 +91,7 @@ class Runner:
         seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
         return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
 
-# %% ../nbs/20_async_loop.ipynb #26a421ba
+# %% ../nbs/20_async_loop.ipynb #14a2e05f
 class PolicyActor(Policy):
     "The policy as an actor: the objective arrives as bytes."
     def build(self, address=None):
@@ -103,7 +103,15 @@ class PolicyActor(Policy):
         metrics = self.train(rollouts, rows, cloudpickle.loads(objective), n_updates=n_updates, advantages=advantages, version=version, names=names)
         return metrics, rows.old_logprobs
 
-# %% ../nbs/20_async_loop.ipynb #0eb90228
+    def part(self, rollouts, rows, advantages, objective:bytes, first:bool):
+        "A part of a batch. Returns its old log-probs [rows, length]."
+        return self.add_part(rollouts, rows, cloudpickle.loads(objective), advantages, first)
+
+    def end(self, rows, objective:bytes, version:int, names=()):
+        "The step on all parts of a batch. Returns the metrics."
+        return self.finish(rows, cloudpickle.loads(objective), version, names)
+
+# %% ../nbs/20_async_loop.ipynb #87f423d4
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -112,7 +120,7 @@ class AsyncLoop:
     ):
         self.recipe, self.agent = recipe, agent
         self.version, self.optimizer_step, self.history, self.timeline, self.startup = 0, 0, [], deque(maxlen=20_000), {}     # timeline: the newest intervals
-        self.policies, self.references, self.teachers, self.critics, self.runners, self.reruns, self.restarts = [], [], [], [], [], 0, 0
+        self.policies, self.references, self.teachers, self.critics, self.runners, self.reruns, self.restarts, self.raw_mean = [], [], [], [], [], 0, 0, 0.
         self._weights, self.sync, self.broken = asyncio.Lock(), None, None
         self.engines = self.judges = self.pool = self.log = self._thread = self._loop = self._stepping = None
         self._own_ray = self._closed = False
@@ -317,31 +325,37 @@ def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #7b2caee5
+# %% ../nbs/20_async_loop.ipynb #5d96ebcf
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
     if self.broken: raise RunError(f'an earlier step failed after the policy had begun to change, so its weights have no version: close this run. It failed with: {self.broken}')
-    groups = await self.pool.next_batch(r.pool.groups_per_batch, self.version); t1 = time.perf_counter(); self._mark('wait', t0, 'for rollouts', t1)
+    groups, parts, waited = await self._groups(); t1 = time.perf_counter()
     if not groups: return None
-    trajectories = [t for g in groups for t in g.trajectories]
-    rollouts, rows, report = make_batch(trajectories, self.tokenizer.pad_token_id or 0, group_size=r.pool.samples_per_group)
-    rollouts, rows, shaped = estimators.shape_rewards(r.shaping, rollouts, rows, r.limits.max_row_tokens)
-    if r.pool.too_old == 'mask': report.update(mask_too_old(rows, self.version, r.pool.max_staleness))
-    report['batch/trainable_tokens'] = int(rows.mask.sum())
-    await self._reference_logprobs(rows)
+    rollouts, rows, report = self._tensors(groups)
+    if parts: _columns(rows, [some for some, _ in parts])
+    else: await self._reference_logprobs(rows)
     advantages, stats = self._advantages(rollouts, rows)
-    age = staleness_stats(rows, self.version)
+    if parts and not torch.allclose(advantages, _padded([a for _, a in parts]), atol=1e-6): raise RunError(f'{r.algorithm.estimator} gives other advantages to a part of a batch than to the whole, but says per_group: write pool.stream_groups=0')
+    age, ts = staleness_stats(rows, self.version), time.perf_counter()
     async with self._weights:
         try:
-            trained = await self._train(rollouts, rows, advantages, len(groups)); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
+            trained = await (self._finish(rollouts, rows) if parts else self._train(rollouts, rows, advantages, len(groups))); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
             synced = await self._publish(self.version+1); t3 = self._tick = time.perf_counter()
         except BaseException as e: self.broken = e; raise
-    times = {'time/wait_for_rollouts': t1-t0, 'time/sync': t3-t2, 'time/step': t3-t0, 'time/between_steps': idle}
-    metrics = {**report, **shaped, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **age, **self._pool_stats(t3-t0+idle), 'version': self.version-1}
+    trajectories, times = [t for g in groups for t in g.trajectories], {'time/wait_for_rollouts': waited, 'time/scores': ts-t1, 'time/sync': t3-t2, 'time/step': t3-t0, 'time/between_steps': idle}
+    metrics = {**report, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **age, **self._pool_stats(t3-t0+idle), 'version': self.version-1}
     self.history.append(metrics)
     for alarm in self.log.write(len(self.history)-1, metrics): print(f'ALARM at step {len(self.history)-1}: {alarm}', flush=True)
     return metrics
+
+@patch
+def _tensors(self:AsyncLoop, groups):
+    "Rollouts, rows and what the log says of them, shaped and masked as they are trained."
+    r = self.recipe; rollouts, rows, report = make_batch([t for g in groups for t in g.trajectories], self.tokenizer.pad_token_id or 0, group_size=r.pool.samples_per_group)
+    rollouts, rows, shaped = estimators.shape_rewards(r.shaping, rollouts, rows, r.limits.max_row_tokens)
+    if r.pool.too_old == 'mask': report.update(mask_too_old(rows, self.version, r.pool.max_staleness))
+    return rollouts, rows, {**report, **shaped, 'batch/trainable_tokens': int(rows.mask.sum())}
 
 @patch
 async def _reference_logprobs(self:AsyncLoop, rows):
@@ -357,6 +371,41 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     "The estimator runs here, in the driver, by name: the table is read anew at each step."
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
+
+# %% ../nbs/20_async_loop.ipynb #0f94a623
+@patch
+async def _groups(self:AsyncLoop):
+    "The groups of one batch; its parts, where it is trained in parts: (rows with log-probs, advantages); seconds of waiting."
+    p, groups, parts, waited = self.recipe.pool, [], [], 0.
+    try:
+        while len(groups) < p.groups_per_batch:
+            left = p.groups_per_batch - len(groups); t = time.perf_counter()
+            new = await self.pool.next_batch(left, self.version, min(p.stream_groups, left)); waited += time.perf_counter() - t; self._mark('wait', t, 'for rollouts')
+            groups += new
+            if new and p.stream_groups: parts.append(await self._part(new, not parts))
+            elif not new or not p.stream_groups: break
+    except BaseException as e: self.broken = e if parts else None; raise
+    return groups, parts, waited
+
+@patch
+async def _part(self:AsyncLoop, groups, first):
+    t = time.perf_counter(); rollouts, rows, _ = self._tensors(groups); await self._reference_logprobs(rows)
+    advantages, _ = self._advantages(rollouts, rows); batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective = self._objective()
+    rows.old_logprobs = (await self._all('policy', [p.part.remote(*batch, objective, first) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s'))[0]
+    self._mark('policy', t, f'{len(groups)} groups of batch {len(self.history)}'); return rows, advantages
+
+@patch
+async def _finish(self:AsyncLoop, rollouts, rows):
+    at, objective, names = ray.put(rows), self._objective(), list(known_metrics())
+    metrics, *_ = await self._all('policy', [p.end.remote(at, objective, self.version, names) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s')
+    return {**metrics, **self._next_kl_coef(metrics, len(rollouts))}
+
+def _padded(parts): return pad_rows([row for part in parts for row in part.numpy()], 0, parts[0].dtype)
+
+def _columns(rows, parts):
+    "Give the batch the columns that its parts have got."
+    for name in ('old_logprobs', 'ref_logprobs', 'teacher_logprobs'):
+        if getattr(parts[0], name) is not None: setattr(rows, name, _padded([getattr(p, name) for p in parts]))
 
 # %% ../nbs/20_async_loop.ipynb #c66c31b8
 @patch
@@ -380,7 +429,7 @@ def _next_kl_coef(self:AsyncLoop, metrics, n):
     if a.kl_target and 'loss/kl' in metrics: a.kl_coef = adapt_kl_coef(a.kl_coef, metrics['loss/kl'], a.kl_target, n)
     return used
 
-# %% ../nbs/20_async_loop.ipynb #d3d00222
+# %% ../nbs/20_async_loop.ipynb #49b6ef6d
 def _reward_stats(rollouts): return {'reward/mean': float(rollouts.reward.mean()), 'reward/std': float(rollouts.reward.std(unbiased=False))}
 
 def _turn_stats(trajectories):
@@ -395,7 +444,8 @@ def _pool_stats(self:AsyncLoop, seconds):
     self.pool.check(); tally, restarts = self.pool.take_tally(), sum(self.engines.restarts.values())
     new, self.restarts, reruns, self.reruns = restarts - self.restarts, restarts, self.reruns, 0
     counted = {f'{k}': float(tally[k]) for k in ('groups/dropped', 'groups/requeued', 'groups/aborted', 'rollouts/error', 'rollouts/invalid')}
-    return {'reward/raw_mean': tally['reward']/max(1, tally['scored']), 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), 'rollouts/duplicates': tally['duplicates']/max(1, tally['usable']), **counted,
+    self.raw_mean = tally['reward']/tally['scored'] if tally['scored'] else self.raw_mean      # where none ended since, the last that is known
+    return {'reward/raw_mean': self.raw_mean, 'speed/engine_tokens_per_s': tally['tokens']/seconds, 'queue/groups': float(len(self.pool.ready)), 'rollouts/duplicates': tally['duplicates']/max(1, tally['usable']), **counted,
             'rollouts/filtered_groups': float(tally['groups/filtered']), 'engine/restarts': float(new), 'rollouts/rerun': float(reruns), 'memory/driver_mb': psutil.Process().memory_info().rss/2**20}
 
 # %% ../nbs/20_async_loop.ipynb #cea2ad20

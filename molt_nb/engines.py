@@ -44,12 +44,13 @@ class EngineConfig:
 
 class EngineError(RuntimeError): "The engine cannot start, has died, ran out of time, or must not be used any more. Says which and why."
 
-# %% ../nbs/21_engines.ipynb #83b8cb19
+# %% ../nbs/21_engines.ipynb #f5279962
 def engine_env(config:EngineConfig) -> dict[str,str]:
     "Environment variables that an engine's process needs before it imports anything: for Ray's `runtime_env={'env_vars': ...}`."
     bind = config.cpu or ('nobind' if config.tensor_parallel == 1 else '|'.join(map(str, range(config.tensor_parallel))))
     eager = dict(TORCH_COMPILE_DISABLE='1') if config.enforce_eager else {}   # else a small helper of the sampler is compiled at the first request
-    return dict(**eager, OMP_NUM_THREADS=str(config.threads), VLLM_CPU_OMP_THREADS_BIND=bind, VLLM_LOGGING_LEVEL='ERROR',
+    small = dict(ONEDNN_PRIMITIVE_CACHE_CAPACITY='64')     # compiled matrix products, one for each number of tokens; at its default of 1024 the cache grows for hundreds of steps, by 200 MB
+    return dict(**eager, **small, OMP_NUM_THREADS=str(config.threads), VLLM_CPU_OMP_THREADS_BIND=bind, VLLM_LOGGING_LEVEL='ERROR',
                 VLLM_NO_USAGE_STATS='1', TOKENIZERS_PARALLELISM='false')
 
 # %% ../nbs/21_engines.ipynb #1ed7031a

@@ -61,7 +61,7 @@ class Rows:
         longest = max(int(self.valid.sum(1).max()), 1) if len(self) else 1
         return self._map(lambda x: x[:, :longest] if x.dim() > 1 else x)
 
-# %% ../nbs/10_estimators.ipynb #2235236a
+# %% ../nbs/10_estimators.ipynb #29180838
 def table_decorator(
     table: dict,  # name -> function, filled by the decorator
     **notes,      # attributes that every function of the table has, with their defaults
@@ -78,7 +78,7 @@ def table_decorator(
     return decorator
 
 ESTIMATORS = {}
-estimator = table_decorator(ESTIMATORS, needs_group=False, needs=(), aggregation=None, correction=None, updates_per_batch=None, metrics={})
+estimator = table_decorator(ESTIMATORS, needs_group=False, per_group=False, needs=(), aggregation=None, correction=None, updates_per_batch=None, metrics={})
 
 # %% ../nbs/10_estimators.ipynb #41af9a67
 def check_options(
@@ -122,22 +122,22 @@ def spread_over_rows(
     "Give every trainable token of every row its rollout's scalar, and 0 to the rest."
     return torch.where(rows.mask, scalar[rows.rollout][:, None], 0.0)
 
-# %% ../nbs/10_estimators.ipynb #1dbb30ce
-@estimator(needs_group=True, aggregation='fixed')
+# %% ../nbs/10_estimators.ipynb #52ef4d2e
+@estimator(needs_group=True, per_group=True, aggregation='fixed')
 def dr_grpo(rollouts: Rollouts, rows: Rows):
     "Reward minus the group's mean, no division; belongs with aggregation `fixed` (Dr. GRPO, arXiv 2503.20783)."
     centred, _, _, stats = centre(rollouts)
     return spread_over_rows(centred, rows), stats
 
-# %% ../nbs/10_estimators.ipynb #a617e08f
-@estimator(needs_group=True)
+# %% ../nbs/10_estimators.ipynb #a45c9896
+@estimator(needs_group=True, per_group=True)
 def rloo(rollouts: Rollouts, rows: Rows):
     "Reward minus the mean reward of the other rollouts of its group (RLOO, arXiv 2402.14740)."
     centred, n, _, stats = centre(rollouts)
     return spread_over_rows(centred * n / (n - 1).clamp(min=1), rows), stats
 
-# %% ../nbs/10_estimators.ipynb #e2f47585
-@estimator(needs_group=True)
+# %% ../nbs/10_estimators.ipynb #6d64974e
+@estimator(needs_group=True, per_group=True)
 def grpo(rollouts: Rollouts, rows: Rows):
     "Reward minus the group's mean, over the group's standard deviation with n-1 (GRPO, arXiv 2402.03300)."
     centred, n, live, stats = centre(rollouts)
@@ -258,8 +258,8 @@ def gae(rollouts: Rollouts, rows: Rows, *,
     A = discounted_sum(r + gamma * after - V, owner, gamma * lam)
     return in_place(whiten(A) if whitened else A, at, rows), stats, in_place(A + V, at, rows)
 
-# %% ../nbs/10_estimators.ipynb #1837e5a0
-@estimator(needs=('old_logprobs', 'teacher_logprobs'), metrics={'estimator/teacher_kl': ('mean log pi_old - log pi_teacher over trainable tokens: estimates KL(student || teacher)', 'nats/token', 'falls', 'flat: raise the learning rate; negative for long: too few tokens')})
+# %% ../nbs/10_estimators.ipynb #4d55b078
+@estimator(per_group=True, needs=('old_logprobs', 'teacher_logprobs'), metrics={'estimator/teacher_kl': ('mean log pi_old - log pi_teacher over trainable tokens: estimates KL(student || teacher)', 'nats/token', 'falls', 'flat: raise the learning rate; negative for long: too few tokens')})
 def on_policy_distill(rollouts: Rollouts, rows: Rows, *,
     beta: float = 1.0,  # scale of the advantage
 ):

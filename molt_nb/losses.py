@@ -15,7 +15,7 @@ import torch
 from .estimators import Rollouts, Rows, check_options, table_decorator
 from .corrections import centre_scores, none
 
-# %% ../nbs/12_losses.ipynb #928f2c7c
+# %% ../nbs/12_losses.ipynb #f7b3236f
 AGGREGATIONS = ('token_mean', 'seq_mean', 'prompt_mean', 'fixed')
 
 @dataclass
@@ -23,8 +23,9 @@ class Denominators:
     "What one token of each rollout weighs in the window's loss."
     how: str             # one of AGGREGATIONS
     scale: torch.Tensor  # float64 [R]
+    count: torch.Tensor  # float64 scalar: tokens, rollouts or prompts of the window. scale*count depends on the rollout (or its group) alone
 
-# %% ../nbs/12_losses.ipynb #bd929cf6
+# %% ../nbs/12_losses.ipynb #4b51256a
 def window_denominators(
     rows: Rows,            # ALL rows of the optimizer window, over all micro-batches and ranks
     rollouts: Rollouts,
@@ -35,14 +36,14 @@ def window_denominators(
     if how not in AGGREGATIONS: raise ValueError(f'aggregation {how!r}: write one of {AGGREGATIONS}')
     if how == 'fixed' and budget <= 0: raise ValueError('aggregation fixed needs budget > 0, the number of tokens a rollout may sample')
     n = torch.zeros(len(rollouts), dtype=torch.float64).index_add_(0, rows.rollout.cpu(), rows.mask.sum(1).cpu().double())  # [R] tokens
-    if how == 'token_mean': per_rollout = n.sum().expand_as(n)
-    elif how == 'seq_mean': per_rollout = n * (n > 0).sum()
-    elif how == 'fixed': per_rollout = ((n > 0).sum() * float(budget)).expand_as(n)
+    if how == 'token_mean': per_rollout, count = torch.ones_like(n), n.sum()
+    elif how == 'seq_mean': per_rollout, count = n, (n > 0).sum()
+    elif how == 'fixed': per_rollout, count = torch.full_like(n, budget), (n > 0).sum()
     else:
         names, g = rollouts.group.unique(return_inverse=True)
         pooled = torch.zeros(len(names), dtype=torch.float64).index_add_(0, g, n)  # [G] tokens
-        per_rollout = pooled[g] * (pooled > 0).sum()
-    return Denominators(how, torch.where(n > 0, 1 / per_rollout, 0.0))
+        per_rollout, count = pooled[g], (pooled > 0).sum()
+    return Denominators(how, torch.where(n > 0, 1 / (per_rollout * count), 0.0), count.double())
 
 # %% ../nbs/12_losses.ipynb #332b40e5
 def aggregate(

@@ -43,14 +43,14 @@ def as_metric(x):
     "A sentence, a tuple or a Metric -> Metric."
     return x if isinstance(x, Metric) else Metric(x) if isinstance(x, str) else Metric(*x)
 
-# %% ../nbs/15_metrics.ipynb #24a437dc
+# %% ../nbs/15_metrics.ipynb #db58148b
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'step': ('index of the training step, from 0', 'steps', 'grows by 1', ''),
     'version': ('policy version that the batch trained: publications of weights so far', 'versions', 'equals step, because each step publishes', ''),
     'optimizer_step': ('optimizer steps so far; a batch may take several', 'steps', 'grows', ''),
     'reward/mean': ('mean reward over trained rollouts (never over rows), after shaping', 'reward', 'grows', 'flat: look at estimator/flat_groups first'),
     'reward/std': ('standard deviation of the reward over trained rollouts', 'reward', 'above 0', '0: nothing is learned; change the tasks or the group size'),
-    'reward/raw_mean': ('mean reward as the environment gave it, before shaping and filtering', 'reward', 'grows with reward/mean', 'apart from reward/mean: shaping or filtering drives the curve'),
+    'reward/raw_mean': ('mean reward as the environment gave it, before shaping and filtering, of all rollouts that ended since the step before (where none did: the last known)', 'reward', 'grows with reward/mean', 'apart from reward/mean: shaping or filtering drives the curve'),
     'shaping/changed': ('rollouts whose reward was shaped', 'fraction', '', ''),
     'turns/cut': ('trained turns that ended because their budget did (finish_reason length)', 'fraction', 'below 0.1', 'raise limits.max_new_tokens, or see shaping.truncated'),
     'rollouts/trained': ('rollouts in the batch', 'rollouts', 'groups x group size', ''),
@@ -81,14 +81,14 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'batch/padding': ('computed positions that were padding', 'fraction', 'below 0.05', 'pack more in a sequence: policy.packing, policy.pack_tokens; raise policy.micro_batch_tokens'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #72ef9928
+# %% ../nbs/15_metrics.ipynb #2e2dcbb5
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/groups': ('prompt groups in the batch', 'groups', '', ''),
     'estimator/flat_groups': ('groups in which all rewards are equal: no signal', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
     'estimator/lonely_groups': ('groups that lost all but one member', 'groups', '0', 'look at rollouts/error'),
     'estimator/advantage_mean': ('advantage, mean over trainable tokens', '', 'near 0', 'far below 0: long rollouts are the bad ones'),
     'estimator/advantage_abs': ('absolute advantage, mean over trainable tokens', '', '0.3 to 1 when normalised', 'near 0: no signal'),
-    'estimator/zero_fraction': ('trainable tokens whose advantage is exactly 0', 'fraction', 'below 0.5', 'as for estimator/flat_groups'),
+    'estimator/zero_fraction': ('trainable tokens whose advantage is exactly 0', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
     'mismatch/abs_log_mean': ('|log rho|, rho = trainer / engine, mean over trainable tokens', 'nats', 'fp32 1e-6, bf16 below 0.02, plus staleness', 'at step 0 above that: temperature, tokens or weights differ'),
     'mismatch/abs_log_p99': ('|log rho|, 99th percentile', 'nats', 'below 0.3', ''),
     'mismatch/abs_log_max': ('|log rho|, largest', 'nats', 'below 3', 'look at that token in the inspector'),
@@ -126,7 +126,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'loss/total': ('policy + KL - entropy terms with their coefficients', '', '', ''),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #e43b4ab7
+# %% ../nbs/15_metrics.ipynb #141e2965
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'policy/grad_norm': ('norm of the gradient before clipping', '', 'steady', 'spikes: look at mismatch/abs_log_max; 0: no signal'),
     'policy/lr': ('learning rate of the step', '', 'follows the schedule', ''),
@@ -142,6 +142,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'time/train': ('forward, backward and optimizer, slowest rank', 's', 'most of time/step', '', None, 'max'),
     'time/between_steps': ('from the end of the step before to the call of this one: what the notebook did', 's', 'near 0 in a job', ''),
     'time/sync': ('the loop waited for the sync', 's', 'small', ''),
+    'time/scores': ('making the tensors of a batch, the log-probs of reference and teacher, the critic'"'"'s values, and the estimator', 's', 'below time/train', 'fewer rows a batch, or these models on ranks of their own'),
     'speed/engine_tokens_per_s': ('tokens sampled per second of wall time, all engines', 'tokens/s', 'steady', 'falls: stragglers, or an engine was lost'),
     'speed/trainer_tokens_per_s': ('tokens of the batch, prompts included, per second of the old log-probs and the update', 'tokens/s', 'steady', ''),
     'engine/cached_fraction': ('prompt tokens served from the prefix cache', 'fraction', '(n-1)/n for single turns, more for many turns', 'low: the salt or the routing breaks the cache'),

@@ -403,16 +403,18 @@ def _whole(t):
     "The full tensor of a sharded one; a collective call. A single rank holds it already."
     return t if not hasattr(t, 'full_tensor') else t.full_tensor() if t.device_mesh.size() > 1 else t.to_local()
 
-# %% ../nbs/22_policy.ipynb #90befec2
+# %% ../nbs/22_policy.ipynb #49948344
 def _correct(objective, rows, **age):
     "Weights, keep and statistics of the objective's correction on `rows`."
     return objective.correction(rows.old_logprobs, rows.logprobs, rows.mask, rows.rollout, **age, **objective.correction_options)
 
-def _window_loss(objective, rollouts, rows, part, advantages, corrected):
-    "The loss of one micro-batch of the window `part`. Without `corrected` its own log-probs are the old ones; they are noted in `rows.old_logprobs`."
+def _window_loss(objective, rollouts, rows, part, advantages, corrected, whole=True):
+    """The loss of one micro-batch of the window `part`, and the window's count. Without `corrected` its own log-probs are the old ones; they are noted in `rows.old_logprobs`.
+    Where `part` is not the whole window, whose count nobody knows yet, the loss is that sum which it will divide."""
     import torch
     from molt_nb.losses import policy_loss, window_denominators
     denominators = window_denominators(rows[part], rollouts, objective.aggregation, objective.budget)
+    if not whole: denominators = replace(denominators, scale=denominators.scale*denominators.count)
     def loss(index, some, logp, entropy, top=None):
         where = part[index]
         if corrected: weights, keep = (x[where].to(logp.device) for x in corrected[:2])
@@ -421,7 +423,7 @@ def _window_loss(objective, rollouts, rows, part, advantages, corrected):
             rows.old_logprobs[where] += some.old_logprobs.cpu()
             weights, keep, _ = _correct(objective, some)
         return policy_loss(objective, logp, some, weights, keep, advantages[where].to(logp.device), denominators, entropy, top)
-    return loss
+    return loss, float(denominators.count)
 
 @patch
 def gradients(self:Policy, rollouts, rows, objective, advantages) -> dict:
@@ -429,7 +431,11 @@ def gradients(self:Policy, rollouts, rows, objective, advantages) -> dict:
     import torch
     self._may_train()
     rows = replace(rows, old_logprobs=self.logprobs(rows))
-    self._accumulate(rows, _window_loss(objective, rollouts, rows, torch.arange(len(rows)), advantages, _correct(objective, rows)), top=objective.score_centering)
+    self._accumulate(rows, _window_loss(objective, rollouts, rows, torch.arange(len(rows)), advantages, _correct(objective, rows))[0], top=objective.score_centering)
+    return self._take_gradients()
+
+@patch
+def _take_gradients(self:Policy):
     self._clip(math.inf)                                # scales the experts' gradients, which other ranks' tokens have entered
     out = {n: _whole(p.grad).cpu() for n, p in self.model.named_parameters() if p.grad is not None}
     self.optimizer.zero_grad()
@@ -489,7 +495,7 @@ def _memory_mb():
     import psutil
     return psutil.Process().memory_info().rss/2**20
 
-# %% ../nbs/22_policy.ipynb #06c284ce
+# %% ../nbs/22_policy.ipynb #b7c33f16
 @patch
 def train(self:Policy,
     rollouts, rows,            # the batch, whole, on every rank
@@ -503,23 +509,70 @@ def train(self:Policy,
     import torch
     self._may_train()
     if advantages is None: raise PolicyError('train needs advantages [N, L]: run an estimator on the rollouts first')
-    t0, seen, computed, padding = time.time(), int(rows.valid.sum()), self.computed, self.padding
+    clock = self._clock()
     age = {} if version is None else {'age': version - rows.versions}
     shortcut = n_updates == 1 and _within_rollout(objective.correction) and self._keeps_rollouts(rows)
     rows.old_logprobs = torch.zeros(rows.tokens.shape) if shortcut else self.logprobs(rows)
-    t1 = time.time()
+    clock.old_logprobs = time.time() - clock.started
     corrected = None if shortcut else _correct(objective, rows, **age)
     windows, steps = [], []
     for part in group_split(rollouts, rows, n_updates) if n_updates else ():
-        loss = _window_loss(objective, rollouts, rows, part, advantages, corrected)
+        loss, _ = _window_loss(objective, rollouts, rows, part, advantages, corrected)
         windows.append(self._accumulate(rows[part], loss, objective.entropy_coef != 0, objective.score_centering)); steps.append(self._step())
     if shortcut:
         rows.old_logprobs = self._sum_ranks(rows.old_logprobs)
         corrected = _correct(objective, rows, **age)
-    t2 = time.time()
-    own = {'time/old_logprobs': t1 - t0, 'time/train': t2 - t1, 'batch/computed': (self.computed - computed)*self.world/seen, 'batch/padding': (self.padding - padding)/(self.computed - computed), 'memory/policy_mb': _memory_mb()}
+    return self._report(clock, rows, objective, corrected[2], windows, steps, names)
+
+@patch
+def _clock(self:Policy, busy=0., old_logprobs=0., computed=0, padding=0):
+    "What is measured of one window; the arguments: what has been, before this call."
+    return types.SimpleNamespace(started=time.time() - busy, old_logprobs=old_logprobs, computed=self.computed - computed, padding=self.padding - padding)
+
+@patch
+def _report(self:Policy, clock, rows, objective, mismatch, windows, steps, names) -> dict:
+    seen, took, computed = int(rows.valid.sum()), time.time() - clock.started, self.computed - clock.computed
+    own = {'time/old_logprobs': clock.old_logprobs, 'time/train': took - clock.old_logprobs, 'batch/computed': computed*self.world/seen, 'batch/padding': (self.padding - clock.padding)/computed, 'memory/policy_mb': _memory_mb()}
     *windows, own = self._reduce(windows, own, [*names, *getattr(objective.loss, 'metrics', ())])
-    return {**corrected[2], **_mean(windows), **_mean(steps), **own, 'optimizer_step': self.optimizer_step, 'speed/trainer_tokens_per_s': seen/(t2 - t0)}
+    return {**mismatch, **_mean(windows), **_mean(steps), **own, 'optimizer_step': self.optimizer_step, 'speed/trainer_tokens_per_s': seen/took}
+
+# %% ../nbs/22_policy.ipynb #15c40312
+@patch
+def add_part(self:Policy,
+    rollouts, rows,      # some whole prompt groups of the window
+    objective, advantages,
+    first:bool,          # of its window: whatever an earlier one left is forgotten
+) -> 'Tensor':           # old log-probs float32 [n, L], also in rows.old_logprobs
+    "Add the gradient of a part of a window to those before it."
+    import torch
+    from molt_nb.losses import add_stats
+    self._may_train()
+    if not _within_rollout(objective.correction): raise PolicyError(f'{objective.correction.__name__} may look at the whole batch, which is not known yet: train on the whole (pool.stream_groups=0)')
+    if self.config.balance_coef: raise PolicyError('the balance loss counts by its share of the window, which is not known yet: train on the whole (pool.stream_groups=0)')
+    if first: self.optimizer.zero_grad(); self.window = {}, 0., (0., 0., 0, 0)
+    (sums, count, spent), clock, together = self.window, self._clock(), self._keeps_rollouts(rows)
+    rows.old_logprobs = torch.zeros(rows.tokens.shape) if together else self.logprobs(rows)
+    old = time.time() - clock.started
+    loss, n = _window_loss(objective, rollouts, rows, torch.arange(len(rows)), advantages, None if together else _correct(objective, rows), whole=False)
+    sums = add_stats(sums, self._accumulate(rows, loss, objective.entropy_coef != 0, objective.score_centering))
+    if together: rows.old_logprobs = self._sum_ranks(rows.old_logprobs)
+    self.window = sums, count + n, tuple(a + b for a, b in zip(spent, (time.time() - clock.started, old, self.computed - clock.computed, self.padding - clock.padding)))
+    return rows.old_logprobs
+
+@patch
+def _divide(self:Policy):
+    "Make the sum of all parts the window's gradient; returns its statistics."
+    sums, count, _ = self.window
+    for p in self.model.parameters():
+        if p.grad is not None: p.grad.div_(count or 1)
+    return {k: v if v[1] else v/(count or 1) for k, v in sums.items()}
+
+@patch
+def finish(self:Policy, rows, objective, version=None, names=()) -> dict:
+    "One optimizer step on all parts since the first. `rows`: all of theirs, with old_logprobs. Returns what `train` returns."
+    clock, window = self._clock(*self.window[2]), self._divide()
+    age = {} if version is None else {'age': version - rows.versions}
+    return self._report(clock, rows, objective, _correct(objective, rows, **age)[2], [window], [self._step()], names)
 
 # %% ../nbs/22_policy.ipynb #e9e3b74a
 @patch

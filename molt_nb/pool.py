@@ -76,7 +76,7 @@ def duplicates(trajectories) -> int:
     "How many of the trajectories sampled exactly what one before them did."
     return len(trajectories) - len({tuple(tuple(s.tokens.tolist()) for s in t.segments) for t in trajectories})
 
-# %% ../nbs/24_pool.ipynb #22f4cd16
+# %% ../nbs/24_pool.ipynb #3dcad632
 class PoolError(RuntimeError): "Generation cannot go on; the message says why and shows the commonest failure."
 
 class Pool:
@@ -92,20 +92,20 @@ class Pool:
         self.config, self.tasks, self.rollout, self.seed, self.record, self.total = config, tasks, rollout, seed, record, total
         self.order, self.serial, self.credit, self.version, self.asked = task_order(len(tasks), seed, config.epochs), 0, config.groups_per_batch, 0, 0
         self.flying, self.ready, self.again = {}, deque(), deque()      # id -> Group; Groups; (task, attempt) to run anew
-        self.training = self.ended = False                              # a batch is being trained; the data have no more tasks
+        self.taken, self.ended = 0, False                               # groups of the batch that is being trained; the data have no more tasks
         self.counts, self.recent, self.reasons = Counter(), deque(maxlen=64), Counter()
         self.drawn, self.visits, self.fates = Counter(), Counter(), defaultdict(Counter)       # by task id
         self.changed, self.error, self.progress, self.barren = asyncio.Event(), None, time.perf_counter(), 0      # barren: groups in a row without one to train
         self.tally = Counter()                                          # since the last batch: rollouts, tokens, failures
 
-# %% ../nbs/24_pool.ipynb #4fd5b34b
+# %% ../nbs/24_pool.ipynb #2157130d
 @patch
 def _may_start(self:Pool):
     c, ahead = self.config, len(self.flying)+len(self.ready)
     if len(self.flying) >= c.groups_in_flight: return False
     if self.total is not None and self.counts['trained']+ahead >= max(self.total, self.asked): return False
     if c.synchronous: return self.credit > 0
-    return ahead < min(c.groups_in_flight+c.queue_groups, (c.max_staleness+1-self.training)*c.groups_per_batch)
+    return ahead < min(c.groups_in_flight+c.queue_groups, (c.max_staleness+1)*c.groups_per_batch - self.taken)
 
 @patch
 def _next_task(self:Pool):
@@ -123,12 +123,12 @@ def fill(self:Pool):
         self.counts['started'] += 1; self.flying[group.id] = group
         group.work = asyncio.ensure_future(self._group(group))
 
-# %% ../nbs/24_pool.ipynb #9ced0e1a
+# %% ../nbs/24_pool.ipynb #5d8e186b
 @patch
 def grant(self:Pool, version:int):
     "Weights of `version` are out. What was granted before and not started is forgotten."
     if version == self.version: return
-    self.version, self.training, c = version, False, self.config
+    self.version, self.taken, c = version, 0, self.config
     self.credit = c.groups_per_batch - len(self.ready) - len(self.flying)
     for g in self.flying.values():
         if c.too_old == 'requeue' and g.state == 'in_flight' and version-g.version > c.max_staleness: g.state = 'aborted'; g.work.cancel()
@@ -188,26 +188,28 @@ def _judge(self:Pool):
         self.error = self.error or PoolError(f'{failed} of the last {len(self.recent)} rollouts failed. The commonest reason ({n} times): {reason}')
         self.changed.set()
 
-# %% ../nbs/24_pool.ipynb #538fde54
+# %% ../nbs/24_pool.ipynb #b8baff8f
 @patch
 async def next_batch(
     self:Pool,
     n:int,          # groups wanted
     version:int,    # the policy version that will be trained
+    least:int=0,    # be content with so many of them, of a batch that is taken in parts; 0: all
 ) -> list[Group]:   # fewer at the end of the data, none after it
     "The next `n` finished groups in completion order, none too old. Raises PoolError, or what a rollout raised."
-    self.grant(version); self.training, self.asked = False, self.counts['trained']+n; self.fill(); self.progress = time.perf_counter()
+    if not least: self.taken = 0
+    self.grant(version); self.asked = self.counts['trained']+n; self.fill(); self.progress = time.perf_counter()
     while True:
         if self.error: raise self.error
         for g in [g for g in self.ready if self._too_old(g, version)]: self.ready.remove(g); self._settle(g, 'requeued', 'too old while it waited'); self.fill()
-        if len(self.ready) >= n or (self.ended and not self.flying and not self.again): break
+        if len(self.ready) >= (least or n) or (self.ended and not self.flying and not self.again): break
         self.changed.clear(); left = self.config.watchdog_s-(time.perf_counter()-self.progress)
         if left <= 0: raise PoolError(f'no rollout finished in {self.config.watchdog_s:g} s (pool.watchdog_s); {len(self.flying)} groups in flight, {len(self.ready)} of {n} ready')
         try: await asyncio.wait_for(self.changed.wait(), min(left, 1.0))
         except asyncio.TimeoutError: pass
     batch = [self.ready.popleft() for _ in range(min(n, len(self.ready)))]
     for g in batch: self._settle(g, 'trained')
-    self.training = bool(batch)
+    self.taken += len(batch)
     if not self.config.synchronous: self.fill()
     return batch
 

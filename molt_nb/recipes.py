@@ -56,7 +56,7 @@ class CriticConfig:
     warmup_steps: int = 0           # batches, from the first, in which only the critic learns and the policy takes no step
     model: str | None = None        # checkpoint of its trunk, with the policy's vocabulary; None: the one that training starts from
 
-# %% ../nbs/26_recipes.ipynb #5c430d4d
+# %% ../nbs/26_recipes.ipynb #391713d1
 @dataclass
 class PoolConfig:
     "Prompt groups in flight, and how old a finished one may get (notebook 24)."
@@ -71,6 +71,7 @@ class PoolConfig:
     filter_low: float | None = None # ... and groups whose mean reward is not above this; None: no bound
     filter_high: float | None = None # ... or not below this
     synchronous: bool = False       # generate, train, sync, strictly in turn
+    stream_groups: int = 0          # train on the first groups of a batch as soon as so many are complete, one optimizer step a batch all the same; 0: when all are
     epochs: int | None = None       # passes over the data; then the run ends, with a last batch of what is left. None: only `steps` counts
     max_barren_groups: int = 200    # finished groups in a row without one to train (all filtered or dropped) stop the run
     max_failure_rate: float = 0.5   # more failed rollouts than that, over the last 64, stop the run
@@ -227,7 +228,7 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #13de70f9
+# %% ../nbs/26_recipes.ipynb #acb3789a
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
@@ -257,10 +258,16 @@ def _algorithm_faults(r):
     if a.kl_target is not None and not (a.kl_target > 0 and a.kl_coef > 0): faults.append(f"'algorithm.kl_target' is {a.kl_target} and 'algorithm.kl_coef' {a.kl_coef}: the second is moved until loss/kl is the first; write both above 0")
     if a.score_centering < 0: faults.append(f"'algorithm.score_centering' is {a.score_centering}; write the number of tokens, or 0 to turn it off")
     if a.score_centering and a.updates_per_batch != 1: faults.append(f"'algorithm.updates_per_batch' is {a.updates_per_batch}: score centering is for one update a batch; write 1")
+    if r.pool.stream_groups:
+        here = f"'pool.stream_groups' is {r.pool.stream_groups}, so training starts before the batch is complete; write 0, or"
+        if a.updates_per_batch != 1: faults.append(f'{here} algorithm.updates_per_batch=1: one step needs the whole batch, and two would need two')
+        if not f.per_group: faults.append(f"{here} an estimator that looks at one group at a time, such as {', '.join(n for n, g in ESTIMATORS.items() if g.per_group)} (your own says it with @estimator(per_group=True)): {a.estimator} may look at the batch")
+        if CORRECTIONS[a.correction].__module__ != 'molt_nb.corrections': faults.append(f"{here} one of molt_nb's own corrections: {a.correction} may look at the batch")
+        if r.policy.balance_coef: faults.append(f'{here} policy.balance_coef=0: the balance loss counts by its share of the batch')
     faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
-# %% ../nbs/26_recipes.ipynb #9c6d2a9b
+# %% ../nbs/26_recipes.ipynb #81b0b392
 def _size_faults(r):
     p, e, lim = r.pool, r.engine, r.limits
     positive = ('steps', 'runners', 'engines', 'task.n_tasks', 'pool.groups_per_batch', 'pool.samples_per_group', 'pool.groups_in_flight', 'pool.queue_groups',
@@ -275,6 +282,7 @@ def _size_faults(r):
         if not at > 0: yield f"'{path}' is {at}; write a number above 0"
     if r.max_minutes is not None and not r.max_minutes > 0: yield f"'max_minutes' is {r.max_minutes}; write a number above 0, or null"
     if p.max_staleness < 0: yield f"'pool.max_staleness' is {p.max_staleness}: no group would ever be young enough; write 0 or more"
+    if p.stream_groups < 0: yield f"'pool.stream_groups' is {p.stream_groups}; write 0 (the whole batch at once) or more"
     if p.max_requeues < 0: yield f"'pool.max_requeues' is {p.max_requeues}; write 0 (drop at once) or more"
     if None not in (p.filter_low, p.filter_high) and p.filter_low >= p.filter_high: yield f"'pool.filter_low' {p.filter_low:g} is not below 'pool.filter_high' {p.filter_high:g}: no group has a mean reward between them"
     if p.epochs is not None and p.epochs < 1: yield f"'pool.epochs' is {p.epochs}; write at least 1, or null"

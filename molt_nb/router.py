@@ -36,7 +36,7 @@ async def within(
         said = [l for l in str(e).splitlines() if l.strip()]        # where its constructor raised, the reason stands last
         raise ProcessDied(f'{what}: its process died. {said[-1 if "creation task" in said[0] else 0]}') from e
 
-# %% ../nbs/21_router.ipynb #9e271f29
+# %% ../nbs/21_router.ipynb #37f9ae99
 def start_ray(
     num_cpus:int,           # of a local Ray: one for each actor
     address:str=None,       # 'auto' joins the cluster that is there; None starts a local Ray
@@ -45,7 +45,7 @@ def start_ray(
     "Start Ray or join it. Raises RunError with Ray's reason."
     if ray.is_initialized(): return False
     os.environ.update(RAY_USAGE_STATS_ENABLED='0', RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO='0', RAY_worker_niceness='0')
-    if not address: os.environ['RAY_gcs_rpc_server_reconnect_timeout_s'] = '5'
+    if not address: os.environ.update(RAY_gcs_rpc_server_reconnect_timeout_s='5', RAY_task_events_report_interval_ms='0')     # a history of all calls, which nobody reads, would grow without end
     local = {} if address else dict(num_cpus=num_cpus, object_store_memory=256 << 20, include_dashboard=False)
     for left in reversed(range(tries)):
         try: ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local); return True

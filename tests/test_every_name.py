@@ -1,7 +1,8 @@
 """On the real stack every estimator and correction can be named in the recipe, and a teacher with the student's weights teaches exactly nothing."""
 import asyncio, json, math, subprocess, sys, types
 import pytest
-from molt_nb.async_loop import AsyncLoop
+from molt_nb import estimators
+from molt_nb.async_loop import AsyncLoop, RunError
 from molt_nb.corrections import CORRECTIONS
 from molt_nb.estimators import ESTIMATORS
 from molt_nb.recipes import RecipeError, load_recipe
@@ -42,6 +43,27 @@ def test_score_centering_a_kl_target_and_a_band_for_groups(tmp_path):
     assert all(math.isfinite(m['loss/centering']) for m in history) and any(m['loss/centering'] for m in history)
     assert [m['loss/kl_coef'] for m in history[:2]] == pytest.approx([.1, .1*(1 - .2*len(batches[0].rollout.unique())/10_000)])      # loss/kl is far below its target
     assert all(m['reward/mean'] < .7 for m in history)
+
+def test_training_on_the_first_groups_of_a_batch(tmp_path):
+    "The batch in parts, as its groups complete, gives the step that the whole gives; an estimator that says per_group, and is not, stops the run before the step."
+    words = 'pool.synchronous=true pool.filter_no_spread=false pool.groups_per_batch=4 pool.samples_per_group=6 algorithm.aggregation=seq_mean algorithm.kl_coef=0.01 algorithm.entropy_coef=0.001'
+    async def main(parts):
+        run = AsyncLoop(load_recipe('tiny', f'{words} pool.stream_groups={parts}', out_dir=str(tmp_path/f'run{parts}'))); made = []
+        part = run._part
+        async def spy(groups, first): made.append(len(groups)); return await part(groups, first)
+        run._part = spy; await run.start()
+        try:
+            seen = [await run.step() for _ in range(3)]
+            if parts:
+                estimators.estimator(per_group=True)(wrong); run.recipe.algorithm.estimator = 'wrong'; before = run.version
+                with pytest.raises(RunError, match='says per_group'): await run.step()
+                assert run.version == before
+            return seen, made
+        finally: await run.close(); ESTIMATORS.pop('wrong', None)
+    def wrong(rollouts, rows): return estimators.spread_over_rows(rollouts.reward - rollouts.reward.mean(), rows)
+    (whole, none), (parts, made) = asyncio.run(main(0)), asyncio.run(main(1))
+    assert none == [] and len(made) > 4 and {'loss/kl', 'loss/entropy', 'estimator/advantage_abs', 'mismatch/k3', 'time/train', 'batch/computed'} <= parts[0].keys() == whole[0].keys()
+    for k in ('reward/mean', 'loss/policy', 'loss/kl', 'loss/entropy', 'policy/grad_norm', 'policy/update_norm', 'estimator/advantage_abs', 'batch/tokens'): assert parts[0][k] == pytest.approx(whole[0][k], rel=1e-4, abs=1e-7), k
 
 @pytest.mark.parametrize('words,fault', [('estimator=grpo critic.lr=0.001', 'asks no critic'), ('estimator=on_policy_distill', 'algorithm.teacher'), ('teacher=tiny', 'does not ask it'), ('estimator=flash_reinforce', "needs 'flash'"),
                                          ('correction=importance algorithm.correction_options={of: tv, mode: clip}', 'a tv is no weight'), ('estimator_options={kl_coef: 0.1}', "no option 'kl_coef'")])
