@@ -57,6 +57,8 @@ readme: .venv/installed ## README.md from nbs/index.ipynb
 
 prove: .venv/installed  ## the long evidence; its outputs are committed (nbs/evidence)
 	python tests/prove.py
+	python tests/endurance.py
+	python tests/test_chat_server.py 120
 
 lock:                   ## resolve the stack anew and write requirements-cpu.lock
 	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock && .venv-lock/bin/pip install -q -e '.[cpu,dev]'

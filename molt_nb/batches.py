@@ -151,7 +151,7 @@ def level(divide, items, limit):
         else: low = mid + 1
     return divide(items, high)
 
-# %% ../nbs/13_batches.ipynb #ea19d0d1
+# %% ../nbs/13_batches.ipynb #a9f26dcd
 def micro_batches(
     rows: Rows,
     token_budget: int,     # computed positions of a micro-batch, padding included
@@ -162,7 +162,7 @@ def micro_batches(
 ) -> list:                 # per rank: list of micro-batches, the same number for each rank; a micro-batch is a list of bins, a bin a list of units, a unit a list of row numbers
     "The work of one window. Each row with a trainable token is in exactly one unit. Deterministic: every rank computes the same plan."
     if token_budget <= 0 or n_ranks <= 0: raise ValueError(f'token_budget {token_budget} and n_ranks {n_ranks} must be positive')
-    work = units(rows.tokens.cpu(), rows.mask.cpu(), hidden, share); plans = []
+    work = units(rows.tokens.cpu(), rows.mask.cpu(), hidden, share, min(4096, token_budget)); plans = []
     def planned(mine, capacity):
         bins = [[work[mine[u]] for u in b] for b in level(pack, [work[u][1] for u in mine], capacity)]
         sizes = [sum(size for _, size in b) for b in bins]; pieces = level(cut, sizes, token_budget)

@@ -60,8 +60,8 @@ def compare_algorithms():
     for ax, (n, runs) in zip(axes.flat, logs.items()):
         ax.set_title(n.split('-')[1], fontsize=9); ax.set_ylim(0, 1); why = '' if runs else refused(*ALGORITHMS[n][:2]) or 'not run'
         if why: table.append(f'| {n} | {why} | | | | | | |'); continue
-        for m in runs: ax.plot(_smooth([h['reward/raw_mean'] for h in m]), lw=1)
-        over = lambda k, part=slice(None): [np.mean([h[k] for h in m if h.get(k) is not None][part]) for m in runs]
+        for m in runs: ax.plot(_smooth([h['reward/raw_mean'] for h in m if h['speed/engine_tokens_per_s']]), lw=1)
+        over = lambda k, part=slice(None): [np.mean([h[k] for h in m if h.get(k) is not None and (k != 'reward/raw_mean' or h['speed/engine_tokens_per_s'])][part]) for m in runs]       # where no rollout ended, nothing is known of rewards
         show = lambda k, part=slice(None): f'{np.mean(over(k, part)):.2f} ± {np.std(over(k, part)):.2f}'
         table.append('| ' + ' | '.join([n, show('reward/raw_mean', slice(10)), show('reward/raw_mean', slice(-10, None)), str(len(runs)), show('staleness/mean'), f"{np.mean(over('mismatch/k3')):.1e}", show('correction/rejected_fraction'), show('correction/ess')]) + ' |')
     fig.supxlabel('training step'); fig.supylabel('mean reward'); fig.tight_layout(); fig.savefig(EVIDENCE/'algorithms.png', dpi=80)
