@@ -3,7 +3,7 @@ Writes nbs/evidence/, which is committed; afterwards `make run-nb NB=20_async_lo
 
     python tests/prove.py [NAME ...]      default: all of RUNS; about 45 minutes on two cores, and some two minutes for each of the 39 runs of `algorithms`
     python tests/prove.py tiny-calc-gae   the multi-turn task with gae and a critic: the picture and the table of notebook 22_critic
-    python tests/prove.py smollm2-distil  SmolLM2 trained for five minutes (runs/teacher-smollm2), then distilled into a fresh one
+    python tests/prove.py smollm2-distil  SmolLM2 trained for 30 steps (runs/teacher-smollm2), then distilled into a fresh one for 25
     python tests/prove.py algorithms      every estimator and every preset on `tiny`: the picture and the table of notebook 16"""
 import shutil, subprocess, sys, time
 from pathlib import Path
@@ -21,14 +21,14 @@ ALGORITHMS = {f'estimator-{e}': ('tiny', f'algorithm.estimator={e} {more}'.strip
 ALGORITHMS |= {f'correction-{c}': ('tiny', f'algorithm.correction={c} {more} {STALE}'.replace('  ', ' '), [0, 1, 2]) for c, more in dict(tis='', icepop='', mis='', seq_mask_tis='algorithm.correction_options.low=0.8 algorithm.correction_options.high=1.25',
                    flash='algorithm.correction_options.high=0.1').items()}      # the default bands are made for long rollouts; these have four tokens
 RUNS |= ALGORITHMS
-RUNS |= {'tiny-calc-gae': ('tiny-calc', GAE, [0, 1, 2]), 'smollm2-distil': ('smollm2', f'algorithm.estimator=on_policy_distill algorithm.teacher={BIG} {UNFILTERED}', [0])}
+RUNS |= {'tiny-calc-gae': ('tiny-calc', GAE, [0, 1, 2]), 'smollm2-distil': ('smollm2', f'algorithm.estimator=on_policy_distill algorithm.teacher={BIG} {UNFILTERED} steps=25 max_minutes=20', [0])}
 
 def refused(model, overrides):
     "Why the recipe cannot run; empty if it can. What a run needs made first is made."
     from molt_nb.recipes import RecipeError, load_recipe
     for path in (p for p in TEACHERS if p in overrides and not (ROOT/p).exists()):
         run = (ROOT/path).parent; run.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, '-m', 'papermill', 'nbs/20_async_loop.ipynb', str(run/'20_async_loop.ipynb'), '--log-level', 'ERROR', '--no-progress-bar', '-p', 'model', TEACHERS[path], '-p', 'out_dir', str(run), '-p', 'overrides', 'save=true'], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, '-m', 'papermill', 'nbs/20_async_loop.ipynb', str(run/'20_async_loop.ipynb'), '--log-level', 'ERROR', '--no-progress-bar', '-p', 'model', TEACHERS[path], '-p', 'out_dir', str(run), '-p', 'overrides', 'save=true' + ' steps=30 max_minutes=20'*(path == BIG)], cwd=ROOT, check=True)
     try: load_recipe(model, overrides); return ''
     except RecipeError as e: return '; '.join(e.faults)
 
@@ -38,6 +38,7 @@ def prove(name, model, overrides, seed):
                     '-p', 'model', model, '-p', 'seed', str(seed), '-p', 'out_dir', str(run), *(['-p', 'overrides', overrides] if overrides else [])], cwd=ROOT, check=True)
     to = EVIDENCE/f'{name}-seed{seed}'; to.mkdir(parents=True, exist_ok=True)
     for f in ('metrics.jsonl', 'answers.json', 'recipe.yaml'): shutil.copy(run/f, to/f)
+    if BIG in overrides: shutil.copy(ROOT/BIG/'..'/'metrics.jsonl', to/'teacher.jsonl')
     recipe = (to/'recipe.yaml').read_text().replace(str(run), f'runs/{name}').replace(f'{ROOT}/', ''); (to/'recipe.yaml').write_text(recipe)
 
 def picture():

@@ -39,3 +39,10 @@ def test_every_algorithm_learnt(name):
     "All estimators and presets on one task; three seeds."
     for seed in ALGORITHMS[name][2]:
         r = rewards(f'{name}-seed{seed}'); assert np.mean(r[-10:]) - np.mean(r[:10]) >= .25, seed
+
+def test_the_student_learnt_from_its_teacher():
+    "A fresh SmolLM2 closes at least 80% of the distance to the trained one, without a reward."
+    folder = ROOT/'nbs'/'evidence'/'smollm2-distil-seed0'
+    mean = lambda file, part: np.mean([m['reward/raw_mean'] for m in read_metrics(folder/file) if m['speed/engine_tokens_per_s']][part])
+    first, last, goal = mean('metrics.jsonl', slice(2)), mean('metrics.jsonl', slice(-5, None)), mean('teacher.jsonl', slice(-5, None))
+    assert goal > .6 and last - first >= .8*(goal - first), (first, last, goal)
