@@ -3,7 +3,7 @@ Writes nbs/evidence/, which is committed; afterwards `make run-nb NB=20_async_lo
 
     python tests/prove.py [NAME ...]      default: all of RUNS; about 45 minutes on two cores, and some two minutes for each of the 39 runs of `algorithms`
     python tests/prove.py tiny-calc-gae   the multi-turn task with gae and a critic: the picture and the table of notebook 22_critic
-    python tests/prove.py smollm2-distil  SmolLM2 trained for 30 steps (runs/teacher-smollm2), then distilled into a fresh one for 25
+    python tests/prove.py smollm2-distil  SmolLM2 trained for 30 steps (runs/teacher-smollm2), then distilled into a fresh one for 45
     python tests/prove.py algorithms      every estimator and every preset on `tiny`: the picture and the table of notebook 16"""
 import shutil, subprocess, sys, time
 from pathlib import Path
@@ -21,7 +21,7 @@ ALGORITHMS = {f'estimator-{e}': ('tiny', f'algorithm.estimator={e} {more}'.strip
 ALGORITHMS |= {f'correction-{c}': ('tiny', f'algorithm.correction={c} {more} {STALE}'.replace('  ', ' '), [0, 1, 2]) for c, more in dict(tis='', icepop='', mis='', seq_mask_tis='algorithm.correction_options.low=0.8 algorithm.correction_options.high=1.25',
                    flash='algorithm.correction_options.high=0.1').items()}      # the default bands are made for long rollouts; these have four tokens
 RUNS |= ALGORITHMS
-RUNS |= {'tiny-calc-gae': ('tiny-calc', GAE, [0, 1, 2]), 'smollm2-distil': ('smollm2', f'algorithm.estimator=on_policy_distill algorithm.teacher={BIG} {UNFILTERED} steps=25 max_minutes=20', [0])}
+RUNS |= {'tiny-calc-gae': ('tiny-calc', GAE, [0, 1, 2]), 'smollm2-distil': ('smollm2', f'algorithm.estimator=on_policy_distill algorithm.teacher={BIG} {UNFILTERED} steps=45 max_minutes=20', [0])}
 
 def refused(model, overrides):
     "Why the recipe cannot run; empty if it can. What a run needs made first is made."

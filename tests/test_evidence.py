@@ -44,5 +44,5 @@ def test_the_student_learnt_from_its_teacher():
     "A fresh SmolLM2 closes at least 80% of the distance to the trained one, without a reward."
     folder = ROOT/'nbs'/'evidence'/'smollm2-distil-seed0'
     mean = lambda file, part: np.mean([m['reward/raw_mean'] for m in read_metrics(folder/file) if m['speed/engine_tokens_per_s']][part])
-    first, last, goal = mean('metrics.jsonl', slice(2)), mean('metrics.jsonl', slice(-5, None)), mean('teacher.jsonl', slice(-5, None))
+    first, last, goal = mean('metrics.jsonl', slice(1)), mean('metrics.jsonl', slice(-15, None)), mean('teacher.jsonl', slice(-15, None))      # four tasks a step: fewer steps scatter
     assert goal > .6 and last - first >= .8*(goal - first), (first, last, goal)
