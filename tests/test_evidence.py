@@ -1,6 +1,9 @@
 """The committed evidence says what the README and notebooks say."""
 import json
+from collections import Counter
+from types import SimpleNamespace
 import numpy as np, pytest
+from molt_nb.async_loop import AsyncLoop
 from molt_nb.inspector import read_metrics
 from procs import ROOT
 from prove import ALGORITHMS
@@ -46,3 +49,9 @@ def test_the_student_learnt_from_its_teacher():
     mean = lambda file, part: np.mean([m['reward/raw_mean'] for m in read_metrics(folder/file) if m['speed/engine_tokens_per_s']][part])
     first, last, goal = mean('metrics.jsonl', slice(1)), mean('metrics.jsonl', slice(-15, None)), mean('teacher.jsonl', slice(-15, None))      # four tasks a step: fewer steps scatter
     assert goal > .6 and last - first >= .8*(goal - first), (first, last, goal)
+
+def test_a_step_in_which_no_rollout_ended_has_no_reward_of_zero():
+    "The last known mean stands there until rollouts end again."
+    tallies = iter([Counter(scored=4, reward=3., tokens=8), Counter(), Counter(scored=2, reward=0., tokens=4)])
+    run = SimpleNamespace(pool=SimpleNamespace(check=lambda: None, take_tally=lambda: next(tallies), ready=[]), engines=SimpleNamespace(restarts={}), restarts=0, reruns=0, raw_mean=0.)
+    assert [AsyncLoop._pool_stats(run, 1.)['reward/raw_mean'] for _ in range(3)] == [.75, .75, 0]
