@@ -123,7 +123,7 @@ class Tree:
         new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), list(plan.ids), turn, row, len(row))
         self.turns.setdefault(new.key, []).insert(0, new)
 
-# %% ../nbs/02_chat_server.ipynb #07d28ff4
+# %% ../nbs/02_chat_server.ipynb #61e7a1d5
 HARMLESS = dict(
     chat='messages stream stream_options tools parallel_tool_calls max_tokens max_completion_tokens stop n logprobs top_logprobs user metadata store service_tier chat_template_kwargs include_reasoning prompt_cache_key safety_identifier',
     responses='input instructions stream tools parallel_tool_calls max_output_tokens reasoning metadata user store include service_tier prompt_cache_key safety_identifier top_logprobs max_tool_calls',
@@ -161,7 +161,6 @@ def sanitize(
         if isinstance(f, dict) and f.pop('strict', None): notes.append(f'strict tool {str(f.get("name"))[:40]!r} is a grammar: not enforced')
     if isinstance(body.get('thinking'), dict) and body['thinking'].get('type') == 'enabled': notes.append('thinking.budget_tokens is left out'); del body['thinking']
     if body.get('model') not in (None, model): notes.append(f'model={str(body["model"])[:40]!r} is {model!r} here')
-    if 'model' in body: body['model'] = model
     keep = {'model', 'tool_choice', *HARMLESS[wire].split()}
     for name in [k for k in body if k not in keep]:
         value = body.pop(name)
@@ -230,7 +229,7 @@ class Call:
         self.outs, self.ok = old.outs, True
         for out in self.outs: yield out
 
-# %% ../nbs/02_chat_server.ipynb #ea71c636
+# %% ../nbs/02_chat_server.ipynb #f8a01767
 @patch
 async def _sample(self:Call, params, request_id):
     "Ask the engine for `params.n` samples, side by side."
@@ -273,7 +272,8 @@ async def _one(self:Call, i, params, request_id, queue):
                 queue.put_nowait((i, out, None))
     except asyncio.CancelledError: queue.put_nowait((i, None, ConnectionAbortedError('the rollout has ended'))); raise
     except Exception as e:
-        if not s.gone.done(): s.gone.set_result(e)
+        if isinstance(e, ValueError) and not ids: e = ChatError(f'the engine does not take this request: {getattr(e, "cause", e)}')      # the engine is well, and so is the rollout
+        elif not s.gone.done(): s.gone.set_result(e)
         queue.put_nowait((i, None, e))
     finally:
         if not ended:
@@ -436,7 +436,7 @@ async def _read(receive, limit, seconds=30):
     except TimeoutError: raise _Refused(408, f'the request did not come within {seconds} s') from None
     return data
 
-# %% ../nbs/02_chat_server.ipynb #cf534a21
+# %% ../nbs/02_chat_server.ipynb #0dc453b3
 class Gate:
     "ASGI: sessions by key, bounds, the policy on sampling fields, each wire's errors; then vLLM's app."
     def __init__(self, sampling, config):
@@ -484,11 +484,12 @@ class Gate:
         talk = body.get('input' if wire == 'responses' else 'messages')
         if isinstance(talk, list) and len(talk) > (most := self.config.max_messages): raise _Refused(413, f'{len(talk)} messages; at most {most} are taken (chat.max_messages)')
         if wire == 'responses' and isinstance(talk, list): body['input'] = [_whole(item) for item in talk]
-        if not session.trained: body['model'] = name; return json.dumps(body).encode(), []
-        try: notes = sanitize(wire, body, self.sampling, name)
+        try: notes = sanitize(wire, body, self.sampling, name) if session.trained else []
         except ChatError as e: raise _Refused(400, str(e)) from None
         if notes and self.config.on_change == 'refuse': raise _Refused(400, 'this would change what is sampled (chat.on_change is refuse): ' + '; '.join(notes))
-        session.notes.update(notes); return json.dumps(body).encode(), notes
+        body['model'] = name; session.notes.update(notes)
+        try: return json.dumps(body, ensure_ascii=False).encode(), notes
+        except UnicodeEncodeError: raise _Refused(400, 'there is half a surrogate pair in a text (as of an emoji that was cut): leave it out') from None
 
 # %% ../nbs/02_chat_server.ipynb #fd7741b0
 class _Sender:

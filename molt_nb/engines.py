@@ -207,7 +207,7 @@ def _import_vllm():
     try: import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.v1.executor.multiproc_executor
     finally: logging.disable(before)
 
-# %% ../nbs/21_engines.ipynb #07008b03
+# %% ../nbs/21_engines.ipynb #364d8140
 @patch
 def _dead(self:Engine):
     if self.llm is None: return EngineError(f'{self.name} was stopped')
@@ -216,7 +216,8 @@ def _dead(self:Engine):
 
 @patch
 async def _guard(self:Engine, work, what, timeout=None):
-    "Await `work`. Raises EngineError when the core dies first, or after `timeout` (else request_timeout_s) seconds; then `work` is cancelled."
+    "Await `work`. Raises EngineError when the core dies first, or after `timeout` (else request_timeout_s) seconds; then `work` is cancelled. ValueError for a request that the engine refuses."
+    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
     task, limit = asyncio.ensure_future(work), timeout or self.config.request_timeout_s
     try:
@@ -227,7 +228,9 @@ async def _guard(self:Engine, work, what, timeout=None):
         raise EngineError(f'{self.name}: {what} took longer than {limit:g} s (request_timeout_s in EngineConfig)')
     except EngineDeadError:
         await asyncio.wait({self._death}, timeout=5); raise self._dead() from None
-    except EngineGenerateError as e: raise EngineError(f'{self.name}: {what} failed: {e.__cause__ or e}') from e
+    except (VLLMClientError, EngineGenerateError) as e:       # the first, or a value that cannot be sent: the engine is well
+        kind = ValueError if isinstance(e, VLLMClientError) or isinstance(e.__cause__, ValueError) else EngineError
+        raise kind(f'{self.name}: {what} failed: {e.__cause__ or e}') from e
     finally:
         if not task.done(): task.cancel(); await asyncio.wait({task}, timeout=5)
 

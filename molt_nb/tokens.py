@@ -290,7 +290,7 @@ class Renderer:
         self._guards['other'] = _any_of(special | {t.content for t in added.values() if t.content.strip() and t.content in markup})
         self._closing = {i for i, t in added.items() if t.content in special or t.content in markup.split(_SENTINEL)[2]}
 
-# %% ../nbs/00_tokens.ipynb #283f1857
+# %% ../nbs/00_tokens.ipynb #72f556e0
 @patch
 def _guard(self: Renderer, value, literals, pattern):
     "`value` with each guarded literal in its strings replaced by a mark; the literals are collected in order."
@@ -305,7 +305,8 @@ def _render(self: Renderer, messages, generate):
     "The template's text, with marks in it, and the literals that they stand for."
     literals, safe = [], []
     for m in messages:
-        m = self._guard(m, literals, self._guards.get(m.get('role')) or self._guards.get('other') or self._guards['assistant'])
+        pattern = self._guards.get(m.get('role')) or self._guards.get('other') or self._guards['assistant']
+        if len(m) > 2 or 'role' not in m or not isinstance(m.get('content'), str) or pattern.search(m['content']): m = self._guard(m, literals, pattern)      # most have nothing to guard
         if self._parts and isinstance(m.get('content'), str): m = {**m, 'content': [dict(type='text', text=m['content'])]}
         safe.append(m)
     try: return self.tokenizer.apply_chat_template(safe, tokenize=False, add_generation_prompt=generate, **self.options), literals

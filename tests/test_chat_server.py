@@ -317,6 +317,19 @@ def test_bad_requests(stage, wire):
     assert s.tree.counts['turns'] == sum(code == 200 for code, _ in found.values()); alive(stage)
     assert not stage.server.gate.faults, stage.server.gate.faults[-1]; asyncio.run(stage.server.shut(s))
 
+def test_what_the_engine_does_not_take(stage):
+    "A request that would fail in the engine, or does, is the client's fault: a 400, or an error in the stream; the session goes on, for the policy and for a judge."
+    for cls in (Session, Judge):
+        s = stage.session(cls=cls)
+        for wire, stream in WIRES[:2] + WIRES[4:]:
+            ask1 = body(wire, stream, [dict(role='user', text='hi')]); field = 'stop_sequences' if wire == 'anthropic' else 'stop'
+            r = post(stage, s, wire, json.dumps({**ask1, field: ['\ud83d']}).encode()); assert r.status_code == 400 and 'half a surrogate' in says_why(wire, r), (wire, stream, r.text)
+            if cls is Judge and wire == 'chat':       # its fields are free, and the engine refuses a word that is none
+                r = post(stage, s, wire, json.dumps({**ask1, 'logit_bias': {'99999': 1}}).encode()); assert r.status_code == (200 if stream else 400) and 'does not take' in r.text and '99999' in r.text, (stream, r.text)
+            assert not s.gone.done() and not s.active and post(stage, s, wire, json.dumps({**ask1, field: ['\n\n']}).encode()).status_code == 200
+        assert s.tree.counts['turns'] == (4 if cls is Session else 0); asyncio.run(stage.server.shut(s))
+    assert not stage.server.gate.faults
+
 def test_odd_but_good_requests(stage):
     "What is unusual and harmless is served, and what is overruled is said in a header that no client can break."
     s = stage.session(); hi, hi_items = [dict(role='user', text='hi')], [dict(role='user', content='hi')]; told = {'a\r\nx-evil: 1': 1, 'ü\x00': 2, 'temperature': float('nan'), 'logit_bias': {'1': -100}, 'seed': 10**40, 'tool_choice': dict(type='function', function=dict(name='add'))}
