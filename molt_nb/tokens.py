@@ -328,7 +328,7 @@ def _text(self: Renderer, messages, generate):
     "The template's text as it reads."
     return _unmarked(*self._render(messages, generate))
 
-# %% ../nbs/00_tokens.ipynb #022d7dcc
+# %% ../nbs/00_tokens.ipynb #02a7f202
 @patch
 def _encode(self: Renderer, text, literals):
     "Ids of a rendered text; the literals behind its marks become ordinary tokens."
@@ -345,11 +345,11 @@ def _ordinary(self: Renderer, literal):
     raise RenderError(f'{literal!r} cannot be spelled with ordinary tokens')
 
 @patch
-def _check_kept(self: Renderer, messages):
-    "RenderError when the template silently drops a message as it enters (Phi's drops `tool`, Mistral's v2 a tool's result before a user's text), or its `tool_calls`; each kind is tried once."
+def _check_kept(self: Renderer, messages, since=0):
+    "RenderError when the template silently drops a message as it enters (Phi's drops `tool`, Mistral's v2 a tool's result before a user's text), or its `tool_calls`; each kind is tried once. The first `since` messages were looked at when they entered."
     end, follow = len(messages), frozenset()    # up to the next assistant's turn: what is dropped later is a rewrite, and `extend` finds it
-    for n, m in reversed(list(enumerate(messages))):
-        role, tries = m.get('role'), {}
+    for n in range(len(messages) - 1, since - 1, -1):
+        m = messages[n]; role, tries = m.get('role'), {}
         if m.get('content') and isinstance(m['content'], str) and role != 'assistant':
             tries[role, n > 0, follow] = dict(content=_Raw(_SENTINEL))  # gpt-oss's keeps a system message in front, and no later one
         if m.get('tool_calls'): tries['tool_calls', True, follow] = dict(tool_calls=[_named(call) for call in m['tool_calls']])
@@ -410,7 +410,7 @@ def _split(self: Renderer, messages, opening, more, generate):
     if text.count(_SENTINEL) != 1: raise RenderError('the chat template drops or repeats the text of an assistant message')
     return text.split(_SENTINEL)[1], literals
 
-# %% ../nbs/00_tokens.ipynb #9eb02568
+# %% ../nbs/00_tokens.ipynb #c8e0df4f
 @patch
 def extend(self: Renderer,
     messages: list,      # the conversation that the engine answered
@@ -419,7 +419,7 @@ def extend(self: Renderer,
 ) -> list[int]:          # ids to append after `turn_ids`
     "The ids between a sampled turn and the next one. PrefixBroken where the template rewrites the past."
     (before, known), reply, said = self._recall(messages), self.message(messages, turn_ids), self.text(turn_ids)
-    self._check_kept(messages + [reply] + new_messages)
+    self._check_kept(messages + [reply] + new_messages, len(messages))
     self._check_said(messages, reply['content'].removesuffix(said), new_messages)
     full, literals = self._recall(messages + [reply] + new_messages)
     stood = before + self._guard(said, list(known), self._guards['assistant'])

@@ -11,7 +11,7 @@ from notebooks import NBS, ROOT
 
 EVIDENCE = NBS/'evidence'
 TWO = 'engines=2 runners=2 policy.ranks=2'
-RUNS = {'smollm2': ('smollm2', '', [0]), 'tiny': ('tiny', '', [0, 1, 2]), 'tiny-moe': ('tiny-moe', '', [0, 1, 2]),        # name: (recipe, overrides, seeds)
+RUNS = {'smollm2': ('smollm2', '', [0]), 'smollm2-padded': ('smollm2', 'policy.packing=none policy.share_prompts=false', [0]), 'tiny': ('tiny', '', [0, 1, 2]), 'tiny-moe': ('tiny-moe', '', [0, 1, 2]),        # name: (recipe, overrides, seeds)
         'tiny-calc': ('tiny-calc', '', [0, 1, 2]), 'tiny-tools': ('tiny-tools', '', [0, 1, 2]), 'tiny-2x2': ('tiny', TWO, [0, 1, 2]), 'tiny-moe-2x2': ('tiny-moe', f'{TWO} policy.expert_parallel=2', [0, 1, 2])}
 TEACHERS = {f'runs/{d}/model': m for d, m in (('teacher', 'tiny'), ('teacher-smollm2', 'smollm2'))}      # directory: recipe that makes it
 (TEACHER, BIG), UNFILTERED, STALE = TEACHERS, 'pool.filter_no_spread=false', 'pool.max_staleness=4 pool.groups_in_flight=24 pool.queue_groups=12'
