@@ -63,7 +63,7 @@ def prefix_keys(
     for m in messages: keys.append(_add(keys[-1], m))
     return keys[1:]
 
-# %% ../nbs/02_chat_server.ipynb #f0ee6d60
+# %% ../nbs/02_chat_server.ipynb #f5319f88
 @dataclass(eq=False)
 class Sampled:
     "One sampled turn."
@@ -85,6 +85,7 @@ class Plan:
     parent: Sampled | None = None   # the turn that it continues
     tail: list | None = None        # the ids after that turn; None where the history had to be rendered afresh
 
+# %% ../nbs/02_chat_server.ipynb #978ce666
 class Tree:
     "All turns of one rollout: `plan(messages, renderer)`, then `record(plan, turn, said)`. `rows` are its segments, in time order."
     def __init__(self): self.rows, self.turns, self.counts, self.reasons = [], {}, Counter(), []
@@ -109,21 +110,23 @@ class Tree:
         "Of the turns with this conversation, the newest that nobody continued, else the newest."
         return max(self.turns[key], key=lambda t: t.end == len(t.row))
 
-    def record(self,
-        plan,       # what `plan` returned for the request
-        turn,       # what the engine sampled
-        said,       # the reply as a plain message, as the client sees it
-    ):
-        "Append the turn to the row that it continues, else to a new one."
-        p = plan.parent; goes_on = p is not None and plan.tail is not None and p.end == len(p.row)
-        if goes_on: row = p.row; row.observe(plan.tail)
-        else: row = Segment(plan.ids); self.rows.append(row)
-        row.act(turn); self.counts['turns'] += 1
-        self.counts['continued' if goes_on else 'first' if p is None else 'rewritten' if plan.tail is None else 'branched'] += 1
-        new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), list(plan.ids), turn, row, len(row))
-        self.turns.setdefault(new.key, []).insert(0, new)
+# %% ../nbs/02_chat_server.ipynb #bb27c954
+@patch
+def record(self:Tree,
+    plan,       # what `plan` returned for the request
+    turn,       # what the engine sampled
+    said,       # the reply as a plain message, as the client sees it
+):
+    "Append the turn to the row that it continues, else to a new one."
+    p = plan.parent; goes_on = p is not None and plan.tail is not None and p.end == len(p.row)
+    if goes_on: row = p.row; row.observe(plan.tail)
+    else: row = Segment(plan.ids); self.rows.append(row)
+    row.act(turn); self.counts['turns'] += 1
+    self.counts['continued' if goes_on else 'first' if p is None else 'rewritten' if plan.tail is None else 'branched'] += 1
+    new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), list(plan.ids), turn, row, len(row))
+    self.turns.setdefault(new.key, []).insert(0, new)
 
-# %% ../nbs/02_chat_server.ipynb #61e7a1d5
+# %% ../nbs/02_chat_server.ipynb #2f071ad5
 HARMLESS = dict(
     chat='messages stream stream_options tools parallel_tool_calls max_tokens max_completion_tokens stop n logprobs top_logprobs user metadata store service_tier chat_template_kwargs include_reasoning prompt_cache_key safety_identifier',
     responses='input instructions stream tools parallel_tool_calls max_output_tokens reasoning metadata user store include service_tier prompt_cache_key safety_identifier top_logprobs max_tool_calls',
@@ -131,6 +134,7 @@ HARMLESS = dict(
 NEUTRAL = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, length_penalty=1, logit_bias={}, min_tokens=0, best_of=1, response_format=dict(type='text'), text=dict(format=dict(type='text')),
                truncation='disabled', background=False, conversation=None, tool_choice='auto', echo=False, modalities=['text'])      # these values change nothing
 
+# %% ../nbs/02_chat_server.ipynb #cf39a02c
 def _tool_choice(value):
     "'auto' or 'none', and whether that is what the client wrote."
     kind = value.get('type') if isinstance(value, dict) else value
@@ -142,6 +146,7 @@ def _whole(item):
     texts = [part.get('text', part.get('refusal')) if isinstance(part, dict) else None for part in item['content']]
     return dict(role='assistant', content=''.join(texts)) if all(isinstance(t, str) for t in texts) else item
 
+# %% ../nbs/02_chat_server.ipynb #324ae758
 def sanitize(
     wire,       # 'chat', 'responses' or 'anthropic'
     body,       # the request's JSON object; changed in place
@@ -229,7 +234,7 @@ class Call:
         self.outs, self.ok = old.outs, True
         for out in self.outs: yield out
 
-# %% ../nbs/02_chat_server.ipynb #f8a01767
+# %% ../nbs/02_chat_server.ipynb #647a7084
 @patch
 async def _sample(self:Call, params, request_id):
     "Ask the engine for `params.n` samples, side by side."
@@ -257,6 +262,7 @@ async def _sample(self:Call, params, request_id):
         with contextlib.suppress(Exception):                              # the client has gone: what was recorded is for its retry
             while not queue.empty(): take(*queue.get_nowait())
 
+# %% ../nbs/02_chat_server.ipynb #d38753da
 @patch
 async def _one(self:Call, i, params, request_id, queue):
     "One sample: its outputs go into `queue`, the turn into the tree."
@@ -279,6 +285,7 @@ async def _one(self:Call, i, params, request_id, queue):
         if not ended:
             with contextlib.suppress(Exception): await asyncio.shield(s.abort(request_id))      # a dead engine has nothing to abort
 
+# %% ../nbs/02_chat_server.ipynb #a30a26b0
 @patch
 def _record(self:Call, ids, logprobs, text, out):
     x = out.outputs[0]; versions = [0 if w.version == 'default' else int(w.version) for w in x.weight_versions for _ in range(w.start, w.end)]
@@ -286,6 +293,7 @@ def _record(self:Call, ids, logprobs, text, out):
     if turn.finish_reason == 'length' and self.cut: self.session.truncated = self.session.truncated or f'a turn was cut at {len(ids)} tokens'
     self.session.tree.record(self.plan, turn, self.wires.said(self.request, text, ids))
 
+# %% ../nbs/02_chat_server.ipynb #05936dac
 class _Empty(str):
     "No text, and a piece of a stream all the same: vLLM leaves out pieces without text and tokens, and with them the reason why the turn ended."
     def __bool__(self): return True
@@ -295,7 +303,7 @@ def _nothing(request_id, ids, n):
     from vllm.outputs import CompletionOutput, RequestOutput
     return RequestOutput(request_id, None, ids, None, [CompletionOutput(i, _Empty(), [], 0.0, [], finish_reason='length') for i in range(n)], True, num_cached_tokens=0)
 
-# %% ../nbs/02_chat_server.ipynb #dd118911
+# %% ../nbs/02_chat_server.ipynb #a131a1f7
 class _EngineClient:
     "What vLLM's handlers ask of an engine."
     errored, dead_error = False, None
@@ -307,6 +315,7 @@ class _EngineClient:
     def check_admission(self, n=1): pass
     def generate(self, prompt, params, request_id, **_): return CALL.get().answer(params, request_id)
 
+# %% ../nbs/02_chat_server.ipynb #c3dce156
 _NOT_OPTIONS = {'add_generation_prompt', 'continue_final_message', 'chat_template', 'conversation', 'documents', 'tools', 'tokenize', 'return_dict'}      # what a client may not tell the template
 
 def _splicer(*args, **kwargs):
@@ -324,50 +333,7 @@ def _splicer(*args, **kwargs):
             return await super().preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kwargs)
     return Splicer(*args, **kwargs)
 
-class Wires:
-    "vLLM's three chat APIs for one checkpoint, as an ASGI app without an engine."
-    def __init__(self, model_path, name, tool_parser=None, reasoning_parser=None):
-        from fastapi import FastAPI
-        from vllm.config import VllmConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.entrypoints.anthropic import api_router as anthropic_routes
-        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-        from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
-        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-        from vllm.entrypoints.openai.models import api_router as model_routes
-        from vllm.entrypoints.openai.models.protocol import BaseModelPath
-        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-        from vllm.entrypoints.openai.responses import api_router as responses_routes
-        from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-        from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-        args = AsyncEngineArgs(model=str(model_path), dtype='float32')
-        config = VllmConfig(model_config=args.create_model_config(), structured_outputs_config=args.create_structured_outputs_config())
-        config.model_config.max_model_len = 1 << 40          # how long a row may be is the session's business
-        self.name, self.client, self.tokenizer, self._renderers = name, _EngineClient(config), load_tokenizer(model_path), OrderedDict()
-        models = OpenAIServingModels(self.client, [BaseModelPath(name=name, model_path=str(model_path))])
-        common = dict(request_logger=None, chat_template=None, chat_template_content_format='string', enable_auto_tools=tool_parser is not None, tool_parser=tool_parser, reasoning_parser=reasoning_parser or '')
-        self.online = _splicer(config.model_config, self.client.renderer, **common)
-        self.app = FastAPI(); s = self.app.state
-        s.engine_client, s.openai_serving_models, s.online_renderer, s.serving_tokenization = self.client, models, self.online, None
-        s.openai_serving_chat = OpenAIServingChat(self.client, models, 'assistant', online_renderer=self.online, **common)
-        s.openai_serving_responses = OpenAIServingResponses(self.client, models, self.online, **common)
-        s.anthropic_serving_messages = AnthropicServingMessages(self.client, models, 'assistant', online_renderer=self.online, **common)
-        if self.online.parser: self.online.parser = s.openai_serving_chat.parser_cls = s.openai_serving_responses.parser = s.anthropic_serving_messages.parser_cls = _steady(self.online.parser, self.online.enable_auto_tools)
-        s.args, s.enable_server_load_tracking, s.server_load_metrics = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0), False, 0
-        for routes in (model_routes, chat_routes, responses_routes, anthropic_routes): routes.attach_router(self.app)
-        init_exception_handler(self.app)
-
-# %% ../nbs/02_chat_server.ipynb #3c1ef3a1
-@patch
-def renderer(self:Wires, tools, options):
-    "(Renderer, root of the keys) for these tools and template options."
-    tools = [dict(type='function', function={k: v for k, v in t.get('function', t).items() if k in ('name', 'description', 'parameters') and v is not None}) for t in tools or ()]
-    root = hashlib.blake2b(json.dumps([tools, options], sort_keys=True).encode('utf8', 'surrogatepass'), digest_size=16).digest()
-    if root not in self._renderers: self._renderers[root] = Renderer(self.tokenizer, **dict(tools=tools) if tools else {}, **options)
-    self._renderers.move_to_end(root)
-    if len(self._renderers) > 64: self._renderers.popitem(last=False)
-    return self._renderers[root], root
-
+# %% ../nbs/02_chat_server.ipynb #d000c29f
 def _steady(parser, auto):
     """vLLM's parser `parser`, twice improved: its stream says what the whole reply says, also where the model's call is malformed (the text of a call waits for its end);
     and a call that no wire can carry, because its arguments are no JSON object or its text is no UTF-8, stays text."""
@@ -394,6 +360,58 @@ def _steady(parser, auto):
             return DeltaMessage(**new) if new else None
     return Steady
 
+# %% ../nbs/02_chat_server.ipynb #ceaebebf
+class Wires:
+    "vLLM's three chat APIs for one checkpoint, as an ASGI app without an engine."
+    def __init__(self, model_path, name, tool_parser=None, reasoning_parser=None):
+        from vllm.config import VllmConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+        args = AsyncEngineArgs(model=str(model_path), dtype='float32')
+        config = VllmConfig(model_config=args.create_model_config(), structured_outputs_config=args.create_structured_outputs_config())
+        config.model_config.max_model_len = 1 << 40          # how long a row may be is the session's business
+        self.name, self.client, self.tokenizer, self._renderers = name, _EngineClient(config), load_tokenizer(model_path), OrderedDict()
+        models = OpenAIServingModels(self.client, [BaseModelPath(name=name, model_path=str(model_path))])
+        common = dict(request_logger=None, chat_template=None, chat_template_content_format='string', enable_auto_tools=tool_parser is not None, tool_parser=tool_parser, reasoning_parser=reasoning_parser or '')
+        self.online = _splicer(config.model_config, self.client.renderer, **common)
+        self.app = self._app(models, common)
+
+# %% ../nbs/02_chat_server.ipynb #e9a35b78
+@patch
+def _app(self:Wires, models, common):
+    "The three handlers behind their routes."
+    from fastapi import FastAPI
+    from vllm.entrypoints.anthropic import api_router as anthropic_routes
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.models import api_router as model_routes
+    from vllm.entrypoints.openai.responses import api_router as responses_routes
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+    app = FastAPI(); s = app.state
+    s.engine_client, s.openai_serving_models, s.online_renderer, s.serving_tokenization = self.client, models, self.online, None
+    s.openai_serving_chat = OpenAIServingChat(self.client, models, 'assistant', online_renderer=self.online, **common)
+    s.openai_serving_responses = OpenAIServingResponses(self.client, models, self.online, **common)
+    s.anthropic_serving_messages = AnthropicServingMessages(self.client, models, 'assistant', online_renderer=self.online, **common)
+    if self.online.parser: self.online.parser = s.openai_serving_chat.parser_cls = s.openai_serving_responses.parser = s.anthropic_serving_messages.parser_cls = _steady(self.online.parser, self.online.enable_auto_tools)
+    s.args, s.enable_server_load_tracking, s.server_load_metrics = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0), False, 0
+    for routes in (model_routes, chat_routes, responses_routes, anthropic_routes): routes.attach_router(app)
+    init_exception_handler(app); return app
+
+# %% ../nbs/02_chat_server.ipynb #2d65c80b
+@patch
+def renderer(self:Wires, tools, options):
+    "(Renderer, root of the keys) for these tools and template options."
+    tools = [dict(type='function', function={k: v for k, v in t.get('function', t).items() if k in ('name', 'description', 'parameters') and v is not None}) for t in tools or ()]
+    root = hashlib.blake2b(json.dumps([tools, options], sort_keys=True).encode('utf8', 'surrogatepass'), digest_size=16).digest()
+    if root not in self._renderers: self._renderers[root] = Renderer(self.tokenizer, **dict(tools=tools) if tools else {}, **options)
+    self._renderers.move_to_end(root)
+    if len(self._renderers) > 64: self._renderers.popitem(last=False)
+    return self._renderers[root], root
+
+# %% ../nbs/02_chat_server.ipynb #40b354be
 @patch
 def said(self:Wires, request, text, ids) -> dict:
     "The reply as a plain message, parsed as vLLM's handler parses it."
@@ -436,7 +454,7 @@ async def _read(receive, limit, seconds=30):
     except TimeoutError: raise _Refused(408, f'the request did not come within {seconds} s') from None
     return data
 
-# %% ../nbs/02_chat_server.ipynb #0dc453b3
+# %% ../nbs/02_chat_server.ipynb #45b20d8a
 class Gate:
     "ASGI: sessions by key, bounds, the policy on sampling fields, each wire's errors; then vLLM's app."
     def __init__(self, sampling, config):
@@ -455,41 +473,45 @@ class Gate:
             self.faults.append(traceback.format_exc())                   # vLLM's app answers 500 by itself, and raises what it was
             if not begun: await _reply(send, 500, _envelope(wire, 500, f'the chat server failed: {type(e).__name__}'))
 
-    async def _serve(self, scope, wire, receive, send):
-        headers = {k.decode('latin1').lower(): v.decode('latin1') for k, v in scope['headers']}
-        key = headers.get('x-api-key') or headers.get('authorization', '').removeprefix('Bearer ')
-        if key not in self.sessions: raise _Refused(401, 'no session has this key: use chat.api_key of the rollout that runs now')
-        if wire is None: raise _Refused(404, f'there is no {scope["path"]} here; there are {", ".join(PATHS)}')
-        if scope['method'] != ('GET' if wire == 'models' else 'POST'): raise _Refused(405, f'{scope["path"]} does not take {scope["method"]}')
-        session, wires = self.sessions[key]; data, notes, retry = await _read(receive, self.config.max_request_mb << 20), [], headers.get('x-stainless-retry-count', '0')
-        if session.gone.done(): raise _Refused(503, 'the engine of this session is gone; the rollout ends')
-        if wire != 'models': data, notes = self._clean(data, wire, session, wires.name)
-        call = Call(session, wires, hashlib.blake2b(scope['path'].encode() + data).hexdigest(), int(retry) if retry.isdigit() else 0)
-        session.calls.setdefault(call.digest, []).append(call); CALL.set(call); sent = False
-        async def again():
-            nonlocal sent
-            if sent: return await receive()                              # blocks until the client goes away
-            sent = True; return dict(type='http.request', body=data, more_body=False)
-        scope['headers'] = [(k, v) for k, v in scope['headers'] if k != b'content-length'] + [(b'content-length', str(len(data)).encode())]
-        try: await wires.app(scope, again, _Sender(send, wire, notes, call))
-        except Exception:
-            if not (session.over or session.gone.done() or call.request is None): raise      # else the stream ends here, or vLLM could not read the request
-        finally: call.done.set()
+# %% ../nbs/02_chat_server.ipynb #16670d8f
+@patch
+async def _serve(self:Gate, scope, wire, receive, send):
+    headers = {k.decode('latin1').lower(): v.decode('latin1') for k, v in scope['headers']}
+    key = headers.get('x-api-key') or headers.get('authorization', '').removeprefix('Bearer ')
+    if key not in self.sessions: raise _Refused(401, 'no session has this key: use chat.api_key of the rollout that runs now')
+    if wire is None: raise _Refused(404, f'there is no {scope["path"]} here; there are {", ".join(PATHS)}')
+    if scope['method'] != ('GET' if wire == 'models' else 'POST'): raise _Refused(405, f'{scope["path"]} does not take {scope["method"]}')
+    session, wires = self.sessions[key]; data, notes, retry = await _read(receive, self.config.max_request_mb << 20), [], headers.get('x-stainless-retry-count', '0')
+    if session.gone.done(): raise _Refused(503, 'the engine of this session is gone; the rollout ends')
+    if wire != 'models': data, notes = self._clean(data, wire, session, wires.name)
+    call = Call(session, wires, hashlib.blake2b(scope['path'].encode() + data).hexdigest(), int(retry) if retry.isdigit() else 0)
+    session.calls.setdefault(call.digest, []).append(call); CALL.set(call); sent = False
+    async def again():
+        nonlocal sent
+        if sent: return await receive()                              # blocks until the client goes away
+        sent = True; return dict(type='http.request', body=data, more_body=False)
+    scope['headers'] = [(k, v) for k, v in scope['headers'] if k != b'content-length'] + [(b'content-length', str(len(data)).encode())]
+    try: await wires.app(scope, again, _Sender(send, wire, notes, call))
+    except Exception:
+        if not (session.over or session.gone.done() or call.request is None): raise      # else the stream ends here, or vLLM could not read the request
+    finally: call.done.set()
 
-    def _clean(self, data, wire, session, name):
-        "The body without what would change the distribution, and the notes."
-        try: body = json.loads(data)
-        except (ValueError, RecursionError) as e: raise _Refused(400, f'the body is no JSON: {e}') from None
-        if not isinstance(body, dict): raise _Refused(400, f'the body must be a JSON object, and is a {type(body).__name__}')
-        talk = body.get('input' if wire == 'responses' else 'messages')
-        if isinstance(talk, list) and len(talk) > (most := self.config.max_messages): raise _Refused(413, f'{len(talk)} messages; at most {most} are taken (chat.max_messages)')
-        if wire == 'responses' and isinstance(talk, list): body['input'] = [_whole(item) for item in talk]
-        try: notes = sanitize(wire, body, self.sampling, name) if session.trained else []
-        except ChatError as e: raise _Refused(400, str(e)) from None
-        if notes and self.config.on_change == 'refuse': raise _Refused(400, 'this would change what is sampled (chat.on_change is refuse): ' + '; '.join(notes))
-        body['model'] = name; session.notes.update(notes)
-        try: return json.dumps(body, ensure_ascii=False).encode(), notes
-        except UnicodeEncodeError: raise _Refused(400, 'there is half a surrogate pair in a text (as of an emoji that was cut): leave it out') from None
+# %% ../nbs/02_chat_server.ipynb #155bec14
+@patch
+def _clean(self:Gate, data, wire, session, name):
+    "The body without what would change the distribution, and the notes."
+    try: body = json.loads(data)
+    except (ValueError, RecursionError) as e: raise _Refused(400, f'the body is no JSON: {e}') from None
+    if not isinstance(body, dict): raise _Refused(400, f'the body must be a JSON object, and is a {type(body).__name__}')
+    talk = body.get('input' if wire == 'responses' else 'messages')
+    if isinstance(talk, list) and len(talk) > (most := self.config.max_messages): raise _Refused(413, f'{len(talk)} messages; at most {most} are taken (chat.max_messages)')
+    if wire == 'responses' and isinstance(talk, list): body['input'] = [_whole(item) for item in talk]
+    try: notes = sanitize(wire, body, self.sampling, name) if session.trained else []
+    except ChatError as e: raise _Refused(400, str(e)) from None
+    if notes and self.config.on_change == 'refuse': raise _Refused(400, 'this would change what is sampled (chat.on_change is refuse): ' + '; '.join(notes))
+    body['model'] = name; session.notes.update(notes)
+    try: return json.dumps(body, ensure_ascii=False).encode(), notes
+    except UnicodeEncodeError: raise _Refused(400, 'there is half a surrogate pair in a text (as of an emoji that was cut): leave it out') from None
 
 # %% ../nbs/02_chat_server.ipynb #fd7741b0
 class _Sender:
@@ -513,7 +535,7 @@ def _message(body):
     try: return str(json.loads(body)['error']['message'])
     except (ValueError, KeyError, TypeError): return body.decode(errors='replace')[:500]
 
-# %% ../nbs/02_chat_server.ipynb #e97eb0d2
+# %% ../nbs/02_chat_server.ipynb #0582cd2c
 @dataclass
 class Chat:
     "What an agent gets: where to talk, and as whom."
@@ -522,6 +544,7 @@ class Chat:
     model: str              # the name to ask for; any other works too, and is noted
     judge: 'Chat | None' = None     # the same for a judge: its answers are free and are not trained; None where the recipe names none
 
+# %% ../nbs/02_chat_server.ipynb #e51dc6db
 class ChatServer:
     "`start()`, then `open` a session for each rollout, `await shut(session)`, `close()`."
     def __init__(self,
@@ -536,39 +559,43 @@ class ChatServer:
         self.judge_wires = Wires(judge_path, 'judge', c.tool_parser, c.reasoning_parser) if judge_path else None
         self.gate = Gate(sampling, c)
 
-    def start(self) -> str:
-        "Listen; returns the address."
-        import uvicorn
-        self.server = uvicorn.Server(uvicorn.Config(self.gate, host='127.0.0.1', port=0, log_level='error', lifespan='off', access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=600))      # a tool may run for minutes between two requests of one connection
-        self.loop, up = asyncio.new_event_loop(), threading.Event()
-        def run():
-            async def serve():
-                task = asyncio.ensure_future(self.server.serve())
-                while not self.server.started and not task.done(): await asyncio.sleep(.005)
-                up.set(); await task
-            self.loop.run_until_complete(serve()); self.loop.close()
-        self.thread = threading.Thread(target=run, name='chat-server', daemon=True); self.thread.start(); up.wait(30)
-        self.url = f'http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/v1'; return self.url
-
     def open(self, session, wires=None) -> Chat:
         "Let clients in with the session's key."
         wires = wires or self.wires; self.gate.sessions[session.key] = session, wires
         return Chat(self.url, session.key, wires.name)
-
-    async def shut(self, session):
-        "Turn the key; requests in flight are ended."
-        self.gate.sessions.pop(session.key, None); session.over = True      # for a request that is still being read
-        async def end():
-            kids = list(session.active)
-            for k in kids: k.cancel()
-            await asyncio.gather(*kids, return_exceptions=True)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), self.loop))
 
     async def rollout(self, agent_class, task, engine, limits, seed, judge=None, **ids):
         "`run_chat` in new sessions. `engine` and `judge`: (outputs, abort) each."
         return await run_chat(agent_class, task, self, Session(*engine, limits, seed), judge and Judge(*judge, limits, seed), **ids)
 
     def close(self): self.server.should_exit = True; self.thread.join(5)
+
+# %% ../nbs/02_chat_server.ipynb #4e5d97b0
+@patch
+def start(self:ChatServer) -> str:
+    "Listen; returns the address."
+    import uvicorn
+    self.server = uvicorn.Server(uvicorn.Config(self.gate, host='127.0.0.1', port=0, log_level='error', lifespan='off', access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=600))      # a tool may run for minutes between two requests of one connection
+    self.loop, up = asyncio.new_event_loop(), threading.Event()
+    def run():
+        async def serve():
+            task = asyncio.ensure_future(self.server.serve())
+            while not self.server.started and not task.done(): await asyncio.sleep(.005)
+            up.set(); await task
+        self.loop.run_until_complete(serve()); self.loop.close()
+    self.thread = threading.Thread(target=run, name='chat-server', daemon=True); self.thread.start(); up.wait(30)
+    self.url = f'http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/v1'; return self.url
+
+# %% ../nbs/02_chat_server.ipynb #2d8be1d5
+@patch
+async def shut(self:ChatServer, session):
+    "Turn the key; requests in flight are ended."
+    self.gate.sessions.pop(session.key, None); session.over = True      # for a request that is still being read
+    async def end():
+        kids = list(session.active)
+        for k in kids: k.cancel()
+        await asyncio.gather(*kids, return_exceptions=True)
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), self.loop))
 
 # %% ../nbs/02_chat_server.ipynb #32e3fb54
 async def run_chat(
