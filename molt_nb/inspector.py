@@ -42,7 +42,7 @@ def draw_staleness(
         share = np.array([h.get(k) or 0. for h in history]); ax.bar(range(len(history)), share, bottom=bottom, width=1, label=k.rpartition('/')[2], color=plt.cm.viridis(i/max(1, len(names)-1))); bottom += share
     ax.set(title='age of the oldest trained token', xlabel='training step', ylabel='share of rollouts', ylim=(0, 1)); ax.legend(fontsize=7, loc='center left', bbox_to_anchor=(1, .5)); fig.tight_layout(); plt.close(fig); return fig
 
-# %% ../nbs/30_inspector.ipynb #d9ae2b54
+# %% ../nbs/30_inspector.ipynb #71dab3e0
 def _merged(spans):
     "Union of (t0, t1) intervals, in order."
     out = []
@@ -51,6 +51,7 @@ def _merged(spans):
         else: out.append([a, b])
     return out
 
+# %% ../nbs/30_inspector.ipynb #98e785b5
 def busy_fractions(timeline) -> dict[str, float]:
     "Share of the time, from the first to the last event, in which each lane was busy."
     lanes, timeline = defaultdict(list), list(timeline)
@@ -73,7 +74,7 @@ def draw_timeline(
     ax.set(yticks=range(len(lanes)), yticklabels=[f'{w} ({busy[w]:.0%})' for w in lanes], xlabel=f'seconds (the last {end-t0:.0f})', xlim=(0, end-t0)); ax.invert_yaxis()
     fig.tight_layout(); plt.close(fig); return fig
 
-# %% ../nbs/30_inspector.ipynb #cfed4e5e
+# %% ../nbs/30_inspector.ipynb #7caa44ec
 _PROCESSES = dict(engine='prompt groups', policy='trainer', wait='trainer', sync='weight sync')
 
 def trace_events(timeline) -> list[dict]:
@@ -86,6 +87,7 @@ def trace_events(timeline) -> list[dict]:
         events.append(dict(name=what, cat=who, ph='X', ts=round(1e6*(a-start), 1), dur=round(1e6*(b-a), 1), pid=names.index(name)+1, tid=row+1))
     return [dict(name='process_name', ph='M', pid=i, tid=0, args=dict(name=n)) for i, n in enumerate(names, 1)] + events
 
+# %% ../nbs/30_inspector.ipynb #b955e408
 def save_trace(
     timeline,   # run.timeline: (who, from, to, what), seconds
     path,       # of the .json file

@@ -37,7 +37,7 @@ def _run(coro):
     if isinstance(out[0], BaseException): raise out[0]
     return out[0]
 
-# %% ../nbs/41_simulation.ipynb #623c6490
+# %% ../nbs/41_simulation.ipynb #52ae46fe
 class SimEngine:
     "Rollouts that share an engine; a token of each takes a + b*n seconds."
     def __init__(self, a:float, b:float):
@@ -56,20 +56,21 @@ class SimEngine:
         if self.goals and not self.paused: self.timer = loop.call_later((self.goals[0][0]-self.done)/self._rate(), self.change)
 
     async def serve(self, tokens:float, wait:float=0.0):
-        "One rollout: its tokens, and the seconds in which it waits for its environment; it is in flight all the while."
+        "One rollout: its tokens, and the seconds in which it waits for its environment, and the engine does nothing for it."
         self.change(+1)
         try:
             future = asyncio.get_running_loop().create_future(); heapq.heappush(self.goals, (self.done+tokens, next(self.serial), future)); self.change()
-            await future; await asyncio.sleep(wait)
+            await future
         finally: self.change(-1)
+        await asyncio.sleep(wait)
 
-# %% ../nbs/41_simulation.ipynb #7cb60bb2
+# %% ../nbs/41_simulation.ipynb #da9763dd
 @dataclass
 class Measured:
     "What a run's log and timeline say about its parts; seconds."
     groups: list        # one list a prompt group: (tokens, waiting) of each rollout
-    a: float            # seconds a token takes with nobody else in flight...
-    b: float            # ...and what each rollout in flight adds
+    a: float            # seconds a token takes when the engine has no other rollout...
+    b: float            # ...and what each rollout adds that it has
     train: list         # of each batch, everything between rollouts and sync
     sync: list          # (publication, the part of it in which engines paused) of each
     between: float      # from step to step
@@ -89,6 +90,8 @@ def _fit(x, y):
         if (c >= 0).all(): best = min(best, (float(((x@c-y)**2).sum()), tuple(c)))
     return best[1]
 
+_ROLLOUT = re.compile(r'rollout (\d+)/\d+: (\d+) tokens in ([\d.]+) s')
+
 def measure(
     history:list[dict], # run.history
     timeline,           # run.timeline
@@ -98,12 +101,12 @@ def measure(
     timeline, steps = list(timeline), history[skip:]
     ends = [b for who, _, b, _ in timeline if who == 'sync']
     start, stop = ends[min(skip, len(ends)-1)], ends[-1]
-    found = [(who, a, b, *map(int, re.findall(r'\d+', what))) for who, a, b, what in timeline if what.startswith('rollout ') and '-' not in what and start <= a and b <= stop]
+    found = [(who, a, b, int(m[1]), float(m[2]), min(float(m[3]), b - a)) for who, a, b, what in timeline if start <= a and b <= stop and (m := _ROLLOUT.fullmatch(what))]
     if len(found) < 20 or not steps: raise ValueError(f'{len(found)} rollouts in {len(steps)} steps after the first {skip}: run some more')
-    seconds, tokens = np.array([f[2]-f[1] for f in found]), np.array([f[5] for f in found], dtype=float); load = np.zeros(len(found))
+    seconds, tokens, engine = np.array([(b - a, n, e) for _, a, b, _, n, e in found]).T; load = np.zeros(len(found))
     for who in {f[0] for f in found}:
-        mine = [i for i, f in enumerate(found) if f[0] == who]; load[mine] = _load(np.array([found[i][1:3] for i in mine]))
-    a, b, _ = _fit(np.stack([tokens, tokens*load, np.ones_like(tokens)], 1), seconds)
+        mine = [i for i, f in enumerate(found) if f[0] == who]; load[mine] = _load(np.array([(found[i][1], found[i][1] + found[i][5]) for i in mine]))      # as if all waiting came last
+    a, b, _ = _fit(np.stack([tokens, tokens*load, np.ones_like(tokens)], 1), engine)
     groups = {}
     for f, n, s, k in zip(found, tokens, seconds, load): groups.setdefault(f[3], []).append((n, max(0.0, s - n*(a + b*k))))
     size = max(map(len, groups.values())); trained = sum(h['rollouts/trained'] for h in steps)/size; filtered = sum(h['rollouts/filtered_groups'] for h in steps)
