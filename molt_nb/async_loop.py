@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_parameters', 'MismatchError', 'Runner', 'PolicyActor', 'AsyncLoop', 'seconds_left', 'progress_line']
 
-# %% ../nbs/20_async_loop.ipynb #c90028e6
+# %% ../nbs/20_async_loop.ipynb #abca745f
 import ast, asyncio, atexit, contextlib, difflib, json, os, sys, threading, time
 from collections import deque
 from dataclasses import asdict, replace
@@ -23,7 +23,7 @@ from .metrics import LogWriter, known_metrics
 from .models import model_dir
 from .policy import Policy, PolicyError, policy_env
 from .pool import Pool, mask_too_old, staleness_stats
-from .recipes import Recipe, RecipeError, load_recipe, make_objective, project_dir
+from .recipes import Recipe, RecipeError, load_recipe, make_objective, project_dir, stream_faults
 from .tokens import Renderer, Trajectory, load_tokenizer
 from .router import DEAD, EngineGroup, EngineLost, ProcessDied, RunError, actor, chat_outputs, start_ray, within
 from .weight_sync import SyncError, WeightSync, free_address
@@ -332,12 +332,12 @@ def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #28ac1cd8
+# %% ../nbs/20_async_loop.ipynb #ef5ba4b0
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
     if self.broken: raise RunError(f'an earlier step failed after the policy had begun to change, so its weights have no version: close this run. It failed with: {self.broken}')
-    groups, parts, waited = await self._groups(); t1 = time.perf_counter()
+    groups, parts, objective, waited = await self._groups(); t1 = time.perf_counter()
     if not groups: return None
     rollouts, rows, report = self._tensors(groups)
     if parts: _columns(rows, [some for some, _ in parts])
@@ -347,7 +347,7 @@ async def _step(self:AsyncLoop):
     age, ts = staleness_stats(rows, self.version), time.perf_counter()
     async with self._weights:
         try:
-            trained = await (self._finish(rollouts, rows) if parts else self._train(rollouts, rows, advantages, len(groups))); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
+            trained = await (self._finish(rollouts, rows, objective) if parts else self._train(rollouts, rows, advantages, len(groups))); t2 = time.perf_counter(); self._mark('policy', t1, f'batch {len(self.history)}')
             synced = await self._publish(self.version+1); t3 = self._tick = time.perf_counter()
         except BaseException as e: self.broken = e; raise
     trajectories, times = [t for g in groups for t in g.trajectories], {'time/wait_for_rollouts': waited, 'time/scores': ts-t1, 'time/sync': t3-t2, 'time/step': t3-t0, 'time/between_steps': idle}
@@ -380,32 +380,34 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #62214dcc
+# %% ../nbs/20_async_loop.ipynb #09e20af9
 @patch
 async def _groups(self:AsyncLoop):
-    "The groups of one batch; its parts, where it is trained in parts: (rows with log-probs, advantages); seconds of waiting."
+    "The groups of one batch; its parts, where it is trained in parts: (rows with log-probs, advantages); the objective of all parts; seconds of waiting."
     p, groups, parts, waited = self.recipe.pool, [], [], 0.
-    try:
-        while len(groups) < p.groups_per_batch:
-            left = p.groups_per_batch - len(groups); t = time.perf_counter()
-            new = await self.pool.next_batch(left, self.version, min(p.stream_groups, left)); waited += time.perf_counter() - t; self._mark('wait', t, 'for rollouts')
-            groups += new
-            if new and p.stream_groups: parts.append(await self._part(new, not parts))
-            elif not new or not p.stream_groups: break
-    except BaseException as e: self.broken = e if parts else None; raise
-    return groups, parts, waited
+    if faults := stream_faults(self.recipe): raise RunError('; '.join(faults))       # a cell may have changed the recipe
+    objective = p.stream_groups and self._objective()
+    while len(groups) < p.groups_per_batch:
+        left = p.groups_per_batch - len(groups); t = time.perf_counter()
+        new = await self.pool.next_batch(left, self.version, min(p.stream_groups, left)); waited += time.perf_counter() - t; self._mark('wait', t, 'for rollouts')
+        groups += new
+        if new and p.stream_groups: parts.append(await self._part(new, objective, not parts))
+        elif not new or not p.stream_groups: break
+    return groups, parts, objective, waited
 
-# %% ../nbs/20_async_loop.ipynb #0bd15986
+# %% ../nbs/20_async_loop.ipynb #bc6f2878
 @patch
-async def _part(self:AsyncLoop, groups, first):
+async def _part(self:AsyncLoop, groups, objective, first):
     t = time.perf_counter(); rollouts, rows, _ = self._tensors(groups); await self._reference_logprobs(rows)
-    advantages, _ = self._advantages(rollouts, rows); batch = [ray.put(x) for x in (rollouts, rows, advantages)]; objective = self._objective()
-    rows.old_logprobs = (await self._all('policy', [p.part.remote(*batch, objective, first) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s'))[0]
+    advantages, _ = self._advantages(rollouts, rows); batch = [ray.put(x) for x in (rollouts, rows, advantages)]
+    async with self._weights:                            # no engine that comes back asks the policy for weights meanwhile
+        try: rows.old_logprobs = (await self._all('policy', [p.part.remote(*batch, objective, first) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s'))[0]
+        except BaseException as e: self.broken = e; raise
     self._mark('policy', t, f'{len(groups)} groups of batch {len(self.history)}'); return rows, advantages
 
 @patch
-async def _finish(self:AsyncLoop, rollouts, rows):
-    at, objective, names = ray.put(rows), self._objective(), list(known_metrics())
+async def _finish(self:AsyncLoop, rollouts, rows, objective):
+    at, names = ray.put(rows), list(known_metrics())
     metrics, *_ = await self._all('policy', [p.end.remote(at, objective, self.version, names) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s')
     return {**metrics, **self._next_kl_coef(metrics, len(rollouts))}
 

@@ -495,7 +495,7 @@ def _memory_mb():
     import psutil
     return psutil.Process().memory_info().rss/2**20
 
-# %% ../nbs/22_policy.ipynb #b7c33f16
+# %% ../nbs/22_policy.ipynb #a1a5ce6d
 @patch
 def train(self:Policy,
     rollouts, rows,            # the batch, whole, on every rank
@@ -507,7 +507,7 @@ def train(self:Policy,
 ) -> dict:                     # what the log gets
     "Take `n_updates` optimizer steps on one batch. Fills `rows.old_logprobs`."
     import torch
-    self._may_train()
+    self._may_train(); self.optimizer.zero_grad()      # whatever a batch has left that was given up
     if advantages is None: raise PolicyError('train needs advantages [N, L]: run an estimator on the rollouts first')
     clock = self._clock()
     age = {} if version is None else {'age': version - rows.versions}
@@ -536,7 +536,7 @@ def _report(self:Policy, clock, rows, objective, mismatch, windows, steps, names
     *windows, own = self._reduce(windows, own, [*names, *getattr(objective.loss, 'metrics', ())])
     return {**mismatch, **_mean(windows), **_mean(steps), **own, 'optimizer_step': self.optimizer_step, 'speed/trainer_tokens_per_s': seen/took}
 
-# %% ../nbs/22_policy.ipynb #15c40312
+# %% ../nbs/22_policy.ipynb #59ffa91a
 @patch
 def add_part(self:Policy,
     rollouts, rows,      # some whole prompt groups of the window
@@ -562,7 +562,10 @@ def add_part(self:Policy,
 @patch
 def _divide(self:Policy):
     "Make the sum of all parts the window's gradient; returns its statistics."
+    from torch.distributed.fsdp import FSDPModule
     sums, count, _ = self.window
+    for m in self.model.modules():
+        if isinstance(m, FSDPModule): m.reshard()       # a forward without gradient may have left whole weights in the place of the shards
     for p in self.model.parameters():
         if p.grad is not None: p.grad.div_(count or 1)
     return {k: v if v[1] else v/(count or 1) for k, v in sums.items()}
@@ -574,7 +577,7 @@ def finish(self:Policy, rows, objective, version=None, names=()) -> dict:
     age = {} if version is None else {'age': version - rows.versions}
     return self._report(clock, rows, objective, _correct(objective, rows, **age)[2], [window], [self._step()], names)
 
-# %% ../nbs/22_policy.ipynb #e9e3b74a
+# %% ../nbs/22_policy.ipynb #a3201ad7
 @patch
 def supervise(self:Policy, rows) -> dict:
     "One optimizer step of cross-entropy on the trainable tokens of `rows`."
@@ -584,7 +587,7 @@ def supervise(self:Policy, rows) -> dict:
     def loss(index, some, logp, entropy):
         part = -torch.where(some.mask, logp, 0.).sum()/n
         return part, {'loss/total': total(part)}
-    self._may_train(); window = self._accumulate(rows, loss); step = self._step()
+    self._may_train(); self.optimizer.zero_grad(); window = self._accumulate(rows, loss); step = self._step()
     return {**self._reduce([window], {})[0], **step, 'optimizer_step': self.optimizer_step}
 
 # %% ../nbs/22_policy.ipynb #179efd20

@@ -188,7 +188,7 @@ def _judge(self:Pool):
         self.error = self.error or PoolError(f'{failed} of the last {len(self.recent)} rollouts failed. The commonest reason ({n} times): {reason}')
         self.changed.set()
 
-# %% ../nbs/24_pool.ipynb #b8baff8f
+# %% ../nbs/24_pool.ipynb #49877e8e
 @patch
 async def next_batch(
     self:Pool,
@@ -197,8 +197,9 @@ async def next_batch(
     least:int=0,    # be content with so many of them, of a batch that is taken in parts; 0: all
 ) -> list[Group]:   # fewer at the end of the data, none after it
     "The next `n` finished groups in completion order, none too old. Raises PoolError, or what a rollout raised."
-    if not least: self.taken = 0
-    self.grant(version); self.asked = self.counts['trained']+n; self.fill(); self.progress = time.perf_counter()
+    if not least or n == self.config.groups_per_batch: self.taken = 0        # a new batch
+    self.grant(version); self.credit = max(self.credit, n - len(self.ready) - len(self.flying))     # if the last one was given up, nothing has granted this one
+    self.asked = self.counts['trained']+n; self.fill(); self.progress = time.perf_counter()
     while True:
         if self.error: raise self.error
         for g in [g for g in self.ready if self._too_old(g, version)]: self.ready.remove(g); self._settle(g, 'requeued', 'too old while it waited'); self.fill()

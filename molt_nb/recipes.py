@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TaskConfig', 'AlgorithmConfig', 'CriticConfig', 'PoolConfig', 'SyncConfig', 'Recipe', 'RecipeError', 'make_objective',
-           'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
+           'stream_faults', 'recipe_faults', 'project_dir', 'recipe_names', 'load_recipe']
 
 # %% ../nbs/26_recipes.ipynb #1eb5e170
 import dataclasses, difflib, importlib.util, inspect, re, types, typing
@@ -228,13 +228,26 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #acb3789a
+# %% ../nbs/26_recipes.ipynb #21420b54
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
     a = r.algorithm
     return losses.Objective(correction=corrections.CORRECTIONS[a.correction], correction_options=a.correction_options, loss=losses.LOSSES[a.loss], loss_options=a.loss_options,
                             aggregation=a.aggregation, kl=a.kl, kl_coef=a.kl_coef, entropy_coef=a.entropy_coef, score_centering=a.score_centering > 0, budget=r.limits.max_turns*r.limits.max_new_tokens)
+
+def stream_faults(r) -> list[str]:
+    "Why batches cannot be trained in parts (pool.stream_groups) by this recipe; the loop asks before each batch."
+    from molt_nb.corrections import CORRECTIONS
+    from molt_nb.estimators import ESTIMATORS
+    if not r.pool.stream_groups: return []
+    a, faults = r.algorithm, []; here = f"'pool.stream_groups' is {r.pool.stream_groups}, so training starts before the batch is complete; write 0, or"
+    if a.updates_per_batch != 1: faults.append(f'{here} algorithm.updates_per_batch=1: one step needs the whole batch, and two would need two')
+    if not ESTIMATORS[a.estimator].per_group: faults.append(f"{here} an estimator that looks at one group at a time, such as {', '.join(n for n, g in ESTIMATORS.items() if g.per_group)} (your own says it with @estimator(per_group=True)): {a.estimator} may look at the batch")
+    if r.needs_critic: faults.append(f'{here} an estimator without a critic, which learns from the whole batch')
+    if CORRECTIONS[a.correction].__module__ != 'molt_nb.corrections': faults.append(f"{here} one of molt_nb's own corrections: {a.correction} may look at the batch")
+    if r.policy.balance_coef: faults.append(f'{here} policy.balance_coef=0: the balance loss counts by its share of the batch')
+    return faults
 
 def _algorithm_faults(r):
     from molt_nb.corrections import CORRECTIONS
@@ -258,13 +271,7 @@ def _algorithm_faults(r):
     if a.kl_target is not None and not (a.kl_target > 0 and a.kl_coef > 0): faults.append(f"'algorithm.kl_target' is {a.kl_target} and 'algorithm.kl_coef' {a.kl_coef}: the second is moved until loss/kl is the first; write both above 0")
     if a.score_centering < 0: faults.append(f"'algorithm.score_centering' is {a.score_centering}; write the number of tokens, or 0 to turn it off")
     if a.score_centering and a.updates_per_batch != 1: faults.append(f"'algorithm.updates_per_batch' is {a.updates_per_batch}: score centering is for one update a batch; write 1")
-    if r.pool.stream_groups:
-        here = f"'pool.stream_groups' is {r.pool.stream_groups}, so training starts before the batch is complete; write 0, or"
-        if a.updates_per_batch != 1: faults.append(f'{here} algorithm.updates_per_batch=1: one step needs the whole batch, and two would need two')
-        if not f.per_group: faults.append(f"{here} an estimator that looks at one group at a time, such as {', '.join(n for n, g in ESTIMATORS.items() if g.per_group)} (your own says it with @estimator(per_group=True)): {a.estimator} may look at the batch")
-        if CORRECTIONS[a.correction].__module__ != 'molt_nb.corrections': faults.append(f"{here} one of molt_nb's own corrections: {a.correction} may look at the batch")
-        if r.policy.balance_coef: faults.append(f'{here} policy.balance_coef=0: the balance loss counts by its share of the batch')
-    faults += [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
+    faults += stream_faults(r) + [f"'shaping': {f}" for f in shaping_faults(r.shaping)]
     return faults + [f"'algorithm': {f}" for f in check_options(ESTIMATORS[a.estimator], a.estimator_options) + check_objective(make_objective(r))]
 
 # %% ../nbs/26_recipes.ipynb #81b0b392

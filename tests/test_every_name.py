@@ -45,12 +45,12 @@ def test_score_centering_a_kl_target_and_a_band_for_groups(tmp_path):
     assert all(m['reward/mean'] < .7 for m in history)
 
 def test_training_on_the_first_groups_of_a_batch(tmp_path):
-    "The batch in parts, as its groups complete, gives the step that the whole gives; an estimator that says per_group, and is not, stops the run before the step."
+    "The batch in parts, as its groups complete, gives the step that the whole gives; an estimator that says per_group, and is not, stops the run before the step; so does a cell that asks for what cannot be done in parts. Then the run goes on."
     words = 'pool.synchronous=true pool.filter_no_spread=false pool.groups_per_batch=4 pool.samples_per_group=6 algorithm.aggregation=seq_mean algorithm.kl_coef=0.01 algorithm.entropy_coef=0.001'
     async def main(parts):
         run = AsyncLoop(load_recipe('tiny', f'{words} pool.stream_groups={parts}', out_dir=str(tmp_path/f'run{parts}'))); made = []
         part = run._part
-        async def spy(groups, first): made.append(len(groups)); return await part(groups, first)
+        async def spy(groups, *rest): made.append(len(groups)); return await part(groups, *rest)
         run._part = spy; await run.start()
         try:
             seen = [await run.step() for _ in range(3)]
@@ -58,6 +58,12 @@ def test_training_on_the_first_groups_of_a_batch(tmp_path):
                 estimators.estimator(per_group=True)(wrong); run.recipe.algorithm.estimator = 'wrong'; before = run.version
                 with pytest.raises(RunError, match='says per_group'): await run.step()
                 assert run.version == before
+                for name, updates, why in (('reinforce_baseline', 1, 'looks at one group at a time'), ('grpo', 2, 'updates_per_batch=1')):
+                    run.recipe.algorithm.estimator, run.recipe.algorithm.updates_per_batch, n = name, updates, len(made)
+                    with pytest.raises(RunError, match=why): await run.step()
+                    assert len(made) == n                              # before anything was computed
+                run.recipe.algorithm.updates_per_batch, run.recipe.pool.stream_groups = 1, 0
+                again = await run.step(); assert again['policy/grad_norm'] < 3*max(m['policy/grad_norm'] for m in seen) and run.version == before + 1      # nothing of the parts that were given up, and new groups
             return seen, made
         finally: await run.close(); ESTIMATORS.pop('wrong', None)
     def wrong(rollouts, rows): return estimators.spread_over_rows(rollouts.reward - rollouts.reward.mean(), rows)

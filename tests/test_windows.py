@@ -1,5 +1,6 @@
 "One optimizer window, computed in every way there is, has one gradient: micro-batches, packing, shared prompts, recomputation, ranks; dense and with experts."
 import itertools, os, pickle, socket, subprocess, sys
+from dataclasses import replace
 from pathlib import Path
 import cloudpickle, pytest, torch
 from molt_nb import corrections
@@ -38,11 +39,22 @@ def gradients(rank, world, address, path, ways, experts):
             out.append((dict(way, recompute=recompute), len(p._plan(rows)[0]), {n.replace('_checkpoint_wrapped_module.', ''): g for n, g in grad.items()}))
     return out
 
-def in_children(tmp_path, path, world, ways, experts):
+def norms(rank, world, address, path, ways, experts):
+    "The gradient's norm of one window: in two parts; the same, with a row scored before the step; and whole, after a part that was given up."
+    (rollouts, rows, advantages), o = a_batch(), Objective(correction=corrections.none)
+    p = Policy(path, PolicyConfig(ranks=world, expert_parallel=2 if experts else 1, lr=1e-12), 0.7, rank=rank, world=world, address=address); p.build(); found, old = [], torch.zeros(rows.tokens.shape)
+    def add(k, part): old[part] = p.add_part(rollouts, rows[part], o, advantages[part], first=not k)
+    for scored in (False, True):
+        for k, part in enumerate((torch.arange(8), torch.arange(8, 16))): add(k, part)
+        if scored: p.score([1, 2, 3])
+        found.append(p.finish(replace(rows, old_logprobs=old), o)['policy/grad_norm'])
+    add(0, torch.arange(8)); return found + [p.train(rollouts, rows, o, advantages=advantages)['policy/grad_norm']]
+
+def in_children(tmp_path, path, world, ways, experts, work=gradients):
     with socket.socket() as s: s.bind(('127.0.0.1', 0)); address = f'tcp://127.0.0.1:{s.getsockname()[1]}'
     files = [tmp_path/f'rank{r}' for r in range(world)]; cloudpickle.register_pickle_by_value(sys.modules[__name__])
     child = subprocess.Popen([sys.executable, '-c', CHILD], stdin=subprocess.PIPE, env={**os.environ, **policy_env(PolicyConfig())})
-    child.stdin.write(cloudpickle.dumps((lambda r, n, a: gradients(r, n, a if n > 1 else None, path, ways, experts), address, files))); child.stdin.close()
+    child.stdin.write(cloudpickle.dumps((lambda r, n, a: work(r, n, a if n > 1 else None, path, ways, experts), address, files))); child.stdin.close()
     assert child.wait(400) == 0
     return [pickle.loads(f.read_bytes()) for f in files]
 
@@ -59,3 +71,8 @@ def test_one_gradient(tmp_path, experts):
     for k in sorted(gaps, key=str): print(k, f'{gaps[k]:.1e}')
     assert {n for _, n, g in one} >= {1, 2} and max(n for _, n, g in one) >= 8      # the windows were cut
     assert max(gaps.values()) < 1e-6, max(gaps.items(), key=lambda x: x[1])
+
+@pytest.mark.parametrize('experts', [False, True], ids=['dense', 'experts'])
+def test_between_the_parts_of_a_window(tmp_path, experts):
+    "On two ranks: a forward between the last part and the step changes nothing, and neither does a part that no step followed."
+    for a, b, c in in_children(tmp_path, random_tiny(tmp_path/'model', seed=0, experts=experts), 2, None, experts, norms): assert a > 0 and b == pytest.approx(a, rel=1e-6) and c == pytest.approx(a, rel=1e-5)
