@@ -380,7 +380,11 @@ def _advantages(self:AsyncLoop, rollouts, rows):
     a = self.recipe.algorithm
     return estimators.compute_advantages(estimators.ESTIMATORS[a.estimator], rollouts, rows, **a.estimator_options)
 
-# %% ../nbs/20_async_loop.ipynb #09e20af9
+# %% ../nbs/20_async_loop.ipynb #db68c15c
+@patch
+def _objective(self:AsyncLoop) -> bytes:
+    o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
+
 @patch
 async def _groups(self:AsyncLoop):
     "The groups of one batch; its parts, where it is trained in parts: (rows with log-probs, advantages); the objective of all parts; seconds of waiting."
@@ -419,11 +423,7 @@ def _columns(rows, parts):
     for name in ('old_logprobs', 'ref_logprobs', 'teacher_logprobs'):
         if getattr(parts[0], name) is not None: setattr(rows, name, _padded([getattr(p, name) for p in parts]))
 
-# %% ../nbs/20_async_loop.ipynb #c66c31b8
-@patch
-def _objective(self:AsyncLoop) -> bytes:
-    o = make_objective(self.recipe); return _by_value(o, o.correction, o.loss)
-
+# %% ../nbs/20_async_loop.ipynb #1014ff39
 @patch
 async def _train(self:AsyncLoop, rollouts, rows, advantages, n_groups):
     "The policy trains and the critic learns, at the same time. While the critic warms up, the policy measures and takes no step."
