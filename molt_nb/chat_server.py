@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .agents import ChatConfig, Limits, _Fault, _Thread, _call, _checked, turn_seed
 from .tokens import PrefixBroken, Renderer, RenderError, Segment, Trajectory, Turn, load_tokenizer
 
-# %% ../nbs/02_chat_server.ipynb #fd88f32d
+# %% ../nbs/02_chat_server.ipynb #9066fd98
 class ChatError(ValueError): "A request that cannot be served as it is; the message says what to write instead."
 
 def _text(content):
@@ -38,7 +38,8 @@ def plain_messages(
     for m in messages:
         m = m if isinstance(m, dict) else m.model_dump(exclude_none=True)
         new = dict(role='system' if m['role'] == 'developer' else m['role'], content=_text(m.get('content')))
-        new.update({k: m[k] for k in ('name', 'tool_call_id') if m.get(k)})
+        for k in ('name', 'tool_call_id'):
+            if m.get(k): new[k] = m[k]
         if m.get('tool_calls'): new['tool_calls'] = [_tool_call(c if isinstance(c, dict) else c.model_dump()) for c in m['tool_calls']]
         if out and new['role'] == out[-1]['role'] == 'assistant':
             calls = out[-1].get('tool_calls', []) + new.get('tool_calls', [])
@@ -46,10 +47,10 @@ def plain_messages(
         else: out.append(new)
     return out
 
-# %% ../nbs/02_chat_server.ipynb #bfb28e86
+# %% ../nbs/02_chat_server.ipynb #5cd9eaa1
 def _add(key, m):
     "The key of a conversation whose prefix has `key` and whose next message is `m`."
-    calls = [(c['function']['name'], c['function']['arguments']) for c in m.get('tool_calls', ())]
+    calls = [(c['function']['name'], c['function']['arguments']) for c in m['tool_calls']] if 'tool_calls' in m else ()
     text = m['content'].strip() if m['role'] == 'assistant' else m['content']
     told = f'{m["role"]} {len(text)} {text}' + (json.dumps(calls, sort_keys=True) if calls else '')
     return hashlib.blake2b(key + told.encode('utf8', 'surrogatepass'), digest_size=16).digest()
