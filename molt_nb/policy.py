@@ -403,7 +403,7 @@ def _whole(t):
     "The full tensor of a sharded one; a collective call. A single rank holds it already."
     return t if not hasattr(t, 'full_tensor') else t.full_tensor() if t.device_mesh.size() > 1 else t.to_local()
 
-# %% ../nbs/22_policy.ipynb #49948344
+# %% ../nbs/22_policy.ipynb #1c6971b9
 def _correct(objective, rows, **age):
     "Weights, keep and statistics of the objective's correction on `rows`."
     return objective.correction(rows.old_logprobs, rows.logprobs, rows.mask, rows.rollout, **age, **objective.correction_options)
@@ -429,7 +429,7 @@ def _window_loss(objective, rollouts, rows, part, advantages, corrected, whole=T
 def gradients(self:Policy, rollouts, rows, objective, advantages) -> dict:
     "The window's gradient by parameter name, whole, on every rank; no step is taken. For tests and for looking."
     import torch
-    self._may_train()
+    self._may_train(); self.optimizer.zero_grad()
     rows = replace(rows, old_logprobs=self.logprobs(rows))
     self._accumulate(rows, _window_loss(objective, rollouts, rows, torch.arange(len(rows)), advantages, _correct(objective, rows))[0], top=objective.score_centering)
     return self._take_gradients()
