@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['HARMLESS', 'NEUTRAL', 'CALL', 'PATHS', 'ChatError', 'plain_messages', 'prefix_keys', 'Sampled', 'Plan', 'Tree',
-           'sanitize', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
+           'sanitize', 'Heard', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
 
-# %% ../nbs/02_chat_server.ipynb #d47d5a48
-import asyncio, concurrent.futures, contextlib, contextvars, hashlib, json, re, secrets, threading, traceback
+# %% ../nbs/02_chat_server.ipynb #75a90ea6
+import asyncio, concurrent.futures, contextlib, contextvars, hashlib, json, marshal, re, secrets, threading, traceback
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def plain_messages(
         else: out.append(new)
     return out
 
-# %% ../nbs/02_chat_server.ipynb #5cd9eaa1
+# %% ../nbs/02_chat_server.ipynb #6e5cbe51
 def _add(key, m):
     "The key of a conversation whose prefix has `key` and whose next message is `m`."
     calls = [(c['function']['name'], c['function']['arguments']) for c in m['tool_calls']] if 'tool_calls' in m else ()
@@ -58,10 +58,11 @@ def _add(key, m):
 def prefix_keys(
     messages,       # plain messages
     root:bytes=b'', # of what stands before them: the tools
+    known=(),       # the first of these keys, from an earlier call
 ) -> list[bytes]:
     "One key for each prefix, the shortest first."
-    keys = [root]
-    for m in messages: keys.append(_add(keys[-1], m))
+    keys = [root, *known]
+    for m in messages[len(known):]: keys.append(_add(keys[-1], m))
     return keys[1:]
 
 # %% ../nbs/02_chat_server.ipynb #f5319f88
@@ -86,7 +87,7 @@ class Plan:
     parent: Sampled | None = None   # the turn that it continues
     tail: list | None = None        # the ids after that turn; None where the history had to be rendered afresh
 
-# %% ../nbs/02_chat_server.ipynb #978ce666
+# %% ../nbs/02_chat_server.ipynb #b4523865
 class Tree:
     "All turns of one rollout: `plan(messages, renderer)`, then `record(plan, turn, said)`. `rows` are its segments, in time order."
     def __init__(self): self.rows, self.turns, self.counts, self.reasons = [], {}, Counter(), []
@@ -94,10 +95,10 @@ class Tree:
     def plan(self,
         messages,           # plain messages
         renderer,           # Renderer of chapter 00, with the request's tools
-        root=b'',           # stands for those tools in the keys
+        keys=None,          # the messages' `prefix_keys`
     ) -> Plan:
         "The prompt of a request. RenderError where the template refuses its messages."
-        keys = prefix_keys(messages, root)
+        keys = keys or prefix_keys(messages)
         n, parent = next(((i + 1, self._open(keys[i])) for i in reversed(range(len(keys))) if keys[i] in self.turns), (0, None))
         if parent is None: return Plan(keys[-1], messages, renderer.prompt(messages), renderer)
         history, new, why = parent.history + [parent.reply] + messages[n:], messages[n:], ''
@@ -173,7 +174,15 @@ def sanitize(
         if value is not None and (name not in fixed or value != fixed[name]): notes.append(f'{name}={json.dumps(value)[:60]} ' + (f'is {fixed[name]}' if name in vars(sampling) else 'is left out'))
     return notes
 
-# %% ../nbs/02_chat_server.ipynb #f30e31aa
+# %% ../nbs/02_chat_server.ipynb #46706bdb
+@dataclass(eq=False)
+class Heard:
+    "A conversation as a request sent it, and what was made of it."
+    said: list      # each message of the body, marshalled: 1, 1.0 and true differ
+    plain: list     # the plain messages
+    root: bytes     # of the tools and options
+    keys: list      # prefix keys
+
 class Session:
     "One rollout as the server sees it. `outputs(ids, params, request_id)` yields vLLM's RequestOutputs; `await abort(request_id)` ends one."
     trained = True      # False for a judge: nothing is recorded, and the client's sampling fields hold
@@ -181,6 +190,7 @@ class Session:
         self.outputs, self.abort, self.limits, self.seed = outputs, abort, limits, seed
         self.key, self.tree, self.asked, self.calls = secrets.token_urlsafe(24), Tree(), Counter(), {}      # calls: body's digest -> Call objects
         self.truncated, self.notes, self.active, self.started, self.over = '', Counter(), set(), 0, False
+        self.heard = deque(maxlen=64)
         self.gone = concurrent.futures.Future()                                                              # gets the exception that ended the engine
 
     def room(self, n_prompt, n=1):
@@ -191,6 +201,10 @@ class Session:
         if self.trained: self.truncated = self.truncated or why
         return max(0, room)
 
+    def known(self, said):
+        "The longest conversation heard that these messages go on; None where there is none."
+        return max((h for h in self.heard if len(h.said) < len(said) and h.said == said[:len(h.said)]), key=lambda h: len(h.said), default=None)
+
     def next_seed(self, key):
         "The seed of one more sample of the conversation `key`."
         self.asked[key] += 1; return turn_seed(self.seed, f'{key.hex()}/{self.asked[key]}')
@@ -199,22 +213,27 @@ class Judge(Session):
     "A session beside the rollout: answers are free, and none is trained."
     trained = False
 
-# %% ../nbs/02_chat_server.ipynb #9d3a3700
+# %% ../nbs/02_chat_server.ipynb #44646abe
 CALL = contextvars.ContextVar('call', default=None)      # the request that vLLM's handlers are working on
 
 class Call:
     "One request: `read` its messages, then `answer`."
     def __init__(self, session, wires, digest='', retry=0):
         self.session, self.wires, self.digest, self.retry = session, wires, digest, retry
-        self.plan = self.request = self.cut = None
+        self.plan = self.request = self.cut = self.said = self.known = None      # said: the messages, marshalled; known: Heard before
         self.outs, self.done, self.ok, self.replaced = [], asyncio.Event(), False, False
 
     def read(self, messages, tools, options) -> list[int]:
-        "The prompt's ids. ChatError, RenderError."
-        try: (renderer, root), plain = self.wires.renderer(tools, options), plain_messages(messages)
+        "The prompt's ids. `messages` are those after what is `known`. ChatError, RenderError."
+        s, known = self.session, self.known or Heard([], [], b'', [])
+        try: (renderer, root), plain = self.wires.renderer(tools, options), known.plain + plain_messages(messages)
         except (AttributeError, KeyError, TypeError, RecursionError) as e: raise ChatError(f'these messages or tools cannot be read: {type(e).__name__}: {e}') from None
         if not plain: raise ChatError('there are no messages: send at least one')
-        self.plan = self.session.tree.plan(plain, renderer, root)
+        keys = prefix_keys(plain, root, known.keys if root == known.root else ())
+        self.plan = s.tree.plan(plain, renderer, keys)
+        if self.said and plain[-1]['role'] != 'assistant':               # what may come after an assistant's message is a piece of it
+            with contextlib.suppress(ValueError): s.heard.remove(known)  # goes on in the new one
+            s.heard.append(Heard(self.said, plain, root, keys))
         return self.plan.ids
 
     def earlier(self):
@@ -474,7 +493,7 @@ class Gate:
             self.faults.append(traceback.format_exc())                   # vLLM's app answers 500 by itself, and raises what it was
             if not begun: await _reply(send, 500, _envelope(wire, 500, f'the chat server failed: {type(e).__name__}'))
 
-# %% ../nbs/02_chat_server.ipynb #16670d8f
+# %% ../nbs/02_chat_server.ipynb #a99f0b84
 @patch
 async def _serve(self:Gate, scope, wire, receive, send):
     headers = {k.decode('latin1').lower(): v.decode('latin1') for k, v in scope['headers']}
@@ -484,40 +503,53 @@ async def _serve(self:Gate, scope, wire, receive, send):
     if scope['method'] != ('GET' if wire == 'models' else 'POST'): raise _Refused(405, f'{scope["path"]} does not take {scope["method"]}')
     session, wires = self.sessions[key]; data, notes, retry = await _read(receive, self.config.max_request_mb << 20), [], headers.get('x-stainless-retry-count', '0')
     if session.gone.done(): raise _Refused(503, 'the engine of this session is gone; the rollout ends')
-    if wire != 'models': data, notes = self._clean(data, wire, session, wires.name)
     call = Call(session, wires, hashlib.blake2b(scope['path'].encode() + data).hexdigest(), int(retry) if retry.isdigit() else 0)
-    session.calls.setdefault(call.digest, []).append(call); CALL.set(call); sent = False
+    if wire != 'models': data, notes = self._clean(data, wire, call)
+    session.calls.setdefault(call.digest, []).append(call); CALL.set(call)
+    try:
+        sender = _Sender(send, wire, notes, call); await self._ask(scope, data, receive, sender)
+        if sender.unsaid: call.known = None; await self._ask(scope, _encoded(call.body), receive, _Sender(send, wire, notes, call))
+    finally: call.done.set()
+
+@patch
+async def _ask(self:Gate, scope, data, receive, sender):
+    "vLLM's app with this body."
+    call, sent = sender.call, False; s = call.session
     async def again():
         nonlocal sent
         if sent: return await receive()                              # blocks until the client goes away
         sent = True; return dict(type='http.request', body=data, more_body=False)
-    scope['headers'] = [(k, v) for k, v in scope['headers'] if k != b'content-length'] + [(b'content-length', str(len(data)).encode())]
-    try: await wires.app(scope, again, _Sender(send, wire, notes, call))
+    headers = [(k, v) for k, v in scope['headers'] if k != b'content-length'] + [(b'content-length', str(len(data)).encode())]
+    try: await call.wires.app(dict(scope, headers=headers), again, sender)
     except Exception:
-        if not (session.over or session.gone.done() or call.request is None): raise      # else the stream ends here, or vLLM could not read the request
-    finally: call.done.set()
+        if not (s.over or s.gone.done() or call.request is None): raise      # else the stream ends here, or vLLM could not read the request
 
-# %% ../nbs/02_chat_server.ipynb #155bec14
+# %% ../nbs/02_chat_server.ipynb #27385844
 @patch
-def _clean(self:Gate, data, wire, session, name):
-    "The body without what would change the distribution, and the notes."
+def _clean(self:Gate, data, wire, call):
+    "The body without what would change the distribution and what is known, and the notes."
+    session = call.session
     try: body = json.loads(data)
     except (ValueError, RecursionError) as e: raise _Refused(400, f'the body is no JSON: {e}') from None
     if not isinstance(body, dict): raise _Refused(400, f'the body must be a JSON object, and is a {type(body).__name__}')
     talk = body.get('input' if wire == 'responses' else 'messages')
     if isinstance(talk, list) and len(talk) > (most := self.config.max_messages): raise _Refused(413, f'{len(talk)} messages; at most {most} are taken (chat.max_messages)')
     if wire == 'responses' and isinstance(talk, list): body['input'] = [_whole(item) for item in talk]
-    try: notes = sanitize(wire, body, self.sampling, name) if session.trained else []
+    try: notes = sanitize(wire, body, self.sampling, call.wires.name) if session.trained else []
     except ChatError as e: raise _Refused(400, str(e)) from None
     if notes and self.config.on_change == 'refuse': raise _Refused(400, 'this would change what is sampled (chat.on_change is refuse): ' + '; '.join(notes))
-    body['model'] = name; session.notes.update(notes)
-    try: return json.dumps(body, ensure_ascii=False).encode(), notes
+    body['model'] = call.wires.name; session.notes.update(notes); call.body = body
+    if wire == 'chat' and session.trained and isinstance(talk, list): call.said = [marshal.dumps(m, 2) for m in talk]; call.known = session.known(call.said)
+    return _encoded(dict(body, messages=talk[len(call.known.said):]) if call.known else body), notes
+
+def _encoded(body):
+    try: return json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError: raise _Refused(400, 'there is half a surrogate pair in a text (as of an emoji that was cut): leave it out') from None
 
-# %% ../nbs/02_chat_server.ipynb #fd7741b0
+# %% ../nbs/02_chat_server.ipynb #898c7082
 class _Sender:
     "Sends on, with the notes in a header; an error that is not in its wire's envelope gets it."
-    def __init__(self, send, wire, notes, call): self.send, self.wire, self.notes, self.call, self.held, self.body = send, wire, notes, call, None, b''
+    def __init__(self, send, wire, notes, call): self.send, self.wire, self.notes, self.call, self.held, self.body, self.unsaid = send, wire, notes, call, None, b'', False
 
     async def __call__(self, m):
         if m['type'] == 'http.response.start':
@@ -527,6 +559,7 @@ class _Sender:
         elif self.held is not None:
             self.body += m.get('body', b'')
             if m.get('more_body'): return
+            if self.call.known and self.call.request is None: self.unsaid = True; return      # it has not seen the whole
             if self.wire == 'anthropic' or b'"error"' not in self.body or self.held['status'] == 400 and self.call.request is None: return await _reply(self.send, self.held['status'], _envelope(self.wire, self.held['status'], _message(self.body)))
             await self.send(self.held); return await self.send(dict(m, body=self.body))
         await self.send(m)

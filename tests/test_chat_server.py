@@ -2,7 +2,7 @@
 
     python tests/test_chat_server.py 120        the fuzzer alone, for so many seconds (make prove)"""
 import asyncio, contextlib, gc, json, logging, os, socket, subprocess, sys, tempfile, threading, time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from types import SimpleNamespace
 import httpx, numpy as np, psutil, pytest, ray
@@ -130,9 +130,9 @@ def next_talk(kind, n, talk):
     if kind == 'compact': return [user('Summary.'), talk[-1], *([dict(role='tool', of=i, text='7') for i, _, _ in talk[-1]['calls']]), user('next')]
     return talk[:-1]        # again, and all kinds of retry: the question that was asked last
 
-async def play(stage, moves):
+async def play(stage, moves, remember=64):
     "Requests as `moves` say, those with a True flag together with the next. Returns the session, what the engine did, how many questions were asked, and how many of them stood on nothing sampled."
-    watched = Watched(stage.engine); s = stage.session(outputs=watched.outputs, max_new_tokens=30); talks, asked, fresh, known, waiting = [], 0, 0, set(), []
+    watched = Watched(stage.engine); s = stage.session(outputs=watched.outputs, max_new_tokens=30); s.heard = deque(maxlen=remember); talks, asked, fresh, known, waiting = [], 0, 0, set(), []
     def key(talk): return tuple((m['role'], m['text'].strip() if m['role'] == 'assistant' else m['text'], json.dumps([c[1:] for c in m.get('calls', ())], sort_keys=True)) for m in talk)
     async with httpx.AsyncClient() as client:
         async def one(k, kind, n, wire, stream, talk):
@@ -167,6 +167,41 @@ def test_random_trees(stage):
     "Interleaved conversations, forks, edits, compaction, repetition and retries, on all wires in one session: each sampled token is trainable once, behind the prompt that the engine saw."
     random_trees(stage, 40); print(dict(TREES))
     assert min(TREES[k] for k in ('continued', 'branched', 'first')) > 10 and not stage.server.gate.faults
+
+def test_what_was_heard_changes_nothing(stage):
+    "The same requests, one after the other, to a session that remembers what it heard and to one that reads everything each time: the engine sees and samples the same, and the trees are equal."
+    met = Counter(); known = Session.known
+    def noted(self, said): h = known(self, said); met[h is not None] += 1; return h
+    kinds = st.sampled_from([m for m in MOVES if m not in ('twins', 'early retry', 'lost')])
+    @settings(max_examples=10, deadline=None, derandomize=True, database=None)
+    @given(st.lists(st.tuples(kinds, st.integers(0, 10**6), st.sampled_from(WIRES[:2]*6 + WIRES), st.just(False)), min_size=10, max_size=20))
+    def each(moves):
+        (a, seen, *_), (b, read, *_) = (asyncio.run(play(stage, moves, n)) for n in (64, 0))
+        assert seen.done == read.done and a.tree.counts == b.tree.counts and [r.tokens.tolist() for r in a.tree.rows] == [r.tokens.tolist() for r in b.tree.rows]
+    Session.known = noted
+    try: each()
+    finally: Session.known = known
+    print(dict(met)); assert met[True] > 30 and not stage.server.gate.faults
+
+def test_a_known_conversation(stage):
+    "What goes on from a conversation that was heard: an error names the message as the client counts, other tools are other prompts, a number is no truth value, and half of what was heard is not enough."
+    async def main():
+        s = stage.session(); talk = [dict(role='system', text='Add.'), dict(role='user', text='What is 3 + 4 + 5?')]
+        async with httpx.AsyncClient() as client:
+            reply = await ask(client, stage.url, s, 'chat', False, talk); talk += [reply, dict(role='user', text='more')]
+            sent = body('chat', False, talk)
+            async def raw(**more): return await client.post(stage.url + PATH['chat'], json={**sent, **more}, headers={'x-api-key': s.key}, timeout=30)
+            r = await raw(messages=sent['messages'] + [dict(role='user', content=7)]); assert r.status_code == 400 and 'messages.4.' in says_why('chat', r), r.text
+            assert len(s.heard) == 1 and len(s.heard[0].said) == 2
+            assert (await raw()).status_code == 200 and s.tree.counts == dict(turns=2, first=1, continued=1) and [len(h.said) for h in s.heard] == [4]
+            bare = {**sent, 'messages': sent['messages'] + [dict(role='assistant', content='x'), dict(role='user', content='y')]}; bare.pop('tools')
+            assert (await client.post(stage.url + PATH['chat'], json=bare, headers={'x-api-key': s.key})).status_code == 200     # without tools: another prompt, from the start
+            assert s.tree.counts == dict(turns=3, first=2, continued=1) and s.tree.rows[1].tokens[:40].tolist() != s.tree.rows[0].tokens[:40].tolist() and '<tools>' not in stage.tokenizer.decode(s.tree.rows[1].tokens)
+            ones = [dict(role='user', content=[dict(type='text', text='hi', x=x)]) for x in (1, 1.0, True)]
+            for m in ones: assert (await raw(messages=[m, dict(role='user', content='so?')])).status_code == 200 and s.known([chat_server.marshal.dumps(m, 2), b'', b'']) is None
+            assert [s.known([chat_server.marshal.dumps(x, 2), chat_server.marshal.dumps(dict(role='user', content='so?'), 2), b'']) is not None for x in ones] == [True]*3 and len({id(h) for h in s.heard}) == len(s.heard) == 4
+        await stage.server.shut(s)
+    asyncio.run(main()); assert not stage.server.gate.faults
 
 # ---------------------------------------------------------------- six wires, equal rows
 
