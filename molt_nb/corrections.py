@@ -131,7 +131,7 @@ def frame_stats(old, mu, mask, alive, weights, keep, rollout, age):
                       f"Largest |log rho| {stats['mismatch/abs_log_max']:.3g}, rollouts dropped for NaN {stats['correction/dropped_rollouts']:.0f}")
     return stats
 
-# %% ../nbs/11_corrections.ipynb #1550bc28
+# %% ../nbs/11_corrections.ipynb #d756a18c
 def cut_faults(of='ratio', level='token', mode='trunc', low=0.0, high=2.0, weight='token', token_cap=math.inf) -> list:
     "What is wrong with the options of `cut`, one sentence each; empty when all is well."
     faults = [f'{k} {v!r}: write {", ".join(words)}' for k, v, words in (('of', of, ('ratio', 'binary_kl', 'tv')), ('level', level, ('token', 'seq', 'geo')), ('mode', mode, ('mask', 'clip', 'trunc')), ('weight', weight, ('token', 'seq'))) if v not in words]
@@ -152,6 +152,7 @@ def band_faults(low=0.0, high=math.inf, token_cap=math.inf) -> list:
     faults = [] if 0 <= low <= high else [f'low {low:g} and high {high:g}: write 0 <= low <= high']
     return faults if token_cap > 0 else [*faults, f'token_cap {token_cap:g}: write a number above 0']
 
+# %% ../nbs/11_corrections.ipynb #3956c8cd
 def cut(logp_old, logp_behaviour, mask, rollout, of='ratio', level='token', mode='trunc', low=0.0, high=2.0, weight='token', token_cap=math.inf):
     "Weights, keep and the capped fraction, by statistic, level and mode."
     s = statistic(logp_old, logp_behaviour, mask, rollout, of, level)

@@ -234,7 +234,7 @@ async def _guard(self:Engine, work, what, timeout=None):
     finally:
         if not task.done(): task.cancel(); await asyncio.wait({task}, timeout=5)
 
-# %% ../nbs/21_engines.ipynb #6855f06d
+# %% ../nbs/21_engines.ipynb #ef721557
 def _version(name): return 0 if name == 'default' else int(name)
 
 @patch
@@ -248,6 +248,7 @@ def _turn(self:Engine, out):
     if c.finish_reason not in ('stop', 'length', 'abort'): raise EngineError(f'{self.name}: request ended with {c.finish_reason!r}')
     return Turn(ids, logprobs, versions, c.finish_reason, cached=out.num_cached_tokens or 0, **tops)
 
+# %% ../nbs/21_engines.ipynb #d185daca
 @patch
 async def _submit(self:Engine, ids, params, rid):
     "vLLM's outputs as they come; none if the request was aborted while it waited at the gate."
@@ -263,6 +264,7 @@ def _admit(self:Engine, ids, rid):
     if rid in self._live: raise ValueError(f'{self.name}: request id {rid!r} is in use')
     self._live[rid] = False
 
+# %% ../nbs/21_engines.ipynb #360fd5a3
 @patch
 async def generate(self:Engine,
                    ids:list[int],         # the prompt, at least one id and fewer than max_model_len

@@ -301,7 +301,7 @@ def check_packing(self:Policy):
         off = float((self._forward(tokens, mask, bins[c.packing])[0] - alone).abs().max())
     if not off < (.1 if c.autocast or c.packing == 'thd' else 1e-3): raise PolicyError(f"packed rows see each other: their log-probs differ by {off:.1e} nats from those of the rows alone. Write packing='none' and share_prompts=False")
 
-# %% ../nbs/22_policy.ipynb #3f64383a
+# %% ../nbs/22_policy.ipynb #d3428da9
 @patch
 def _plan(self:Policy, rows):
     "The micro-batches of every rank (chapter 13); the same plan on each."
@@ -321,6 +321,7 @@ def _deal(self:Policy, rows) -> list:
 def _hidden_size(path):
     c = json.loads((Path(path)/'config.json').read_text()); return c.get('text_config', c)['hidden_size']
 
+# %% ../nbs/22_policy.ipynb #0aecd340
 @patch
 def _sum_ranks(self:Policy, tensor):
     "The sum of `tensor` over ranks, on this rank's CPU."

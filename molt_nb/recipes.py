@@ -228,7 +228,7 @@ def _nested(overrides, faults):
         at[leaf] = value
     return out
 
-# %% ../nbs/26_recipes.ipynb #21420b54
+# %% ../nbs/26_recipes.ipynb #4094fa6c
 def make_objective(r):
     "The recipe's correction and loss, looked up by name *now*: an edited cell has replaced the table's entry."
     from molt_nb import corrections, losses
@@ -236,6 +236,7 @@ def make_objective(r):
     return losses.Objective(correction=corrections.CORRECTIONS[a.correction], correction_options=a.correction_options, loss=losses.LOSSES[a.loss], loss_options=a.loss_options,
                             aggregation=a.aggregation, kl=a.kl, kl_coef=a.kl_coef, entropy_coef=a.entropy_coef, score_centering=a.score_centering > 0, budget=r.limits.max_turns*r.limits.max_new_tokens)
 
+# %% ../nbs/26_recipes.ipynb #0843e971
 def stream_faults(r) -> list[str]:
     "Why batches cannot be trained in parts (pool.stream_groups) by this recipe; the loop asks before each batch."
     from molt_nb.corrections import CORRECTIONS
@@ -249,6 +250,7 @@ def stream_faults(r) -> list[str]:
     if r.policy.balance_coef: faults.append(f'{here} policy.balance_coef=0: the balance loss counts by its share of the batch')
     return faults
 
+# %% ../nbs/26_recipes.ipynb #73cd83dc
 def _algorithm_faults(r):
     from molt_nb.corrections import CORRECTIONS
     from molt_nb.estimators import ESTIMATORS, check_options

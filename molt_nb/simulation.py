@@ -64,7 +64,7 @@ class SimEngine:
         finally: self.change(-1)
         await asyncio.sleep(wait)
 
-# %% ../nbs/41_simulation.ipynb #da9763dd
+# %% ../nbs/41_simulation.ipynb #936ad04e
 @dataclass
 class Measured:
     "What a run's log and timeline say about its parts; seconds."
@@ -76,6 +76,7 @@ class Measured:
     between: float      # from step to step
     flat: float         # finished groups that were filtered, as a fraction
 
+# %% ../nbs/41_simulation.ipynb #8fa41f69
 def _load(spans):
     "Mean number of intervals in flight during each of `spans` [k, 2]."
     times = np.sort(spans.ravel()); n = np.searchsorted(np.sort(spans[:, 0]), times, 'right') - np.searchsorted(np.sort(spans[:, 1]), times, 'right')
@@ -90,6 +91,7 @@ def _fit(x, y):
         if (c >= 0).all(): best = min(best, (float(((x@c-y)**2).sum()), tuple(c)))
     return best[1]
 
+# %% ../nbs/41_simulation.ipynb #909d449b
 _ROLLOUT = re.compile(r'rollout (\d+)/\d+: (\d+) tokens in ([\d.]+) s')
 
 def measure(

@@ -328,7 +328,7 @@ def _text(self: Renderer, messages, generate):
     "The template's text as it reads."
     return _unmarked(*self._render(messages, generate))
 
-# %% ../nbs/00_tokens.ipynb #02a7f202
+# %% ../nbs/00_tokens.ipynb #b51be8bf
 @patch
 def _encode(self: Renderer, text, literals):
     "Ids of a rendered text; the literals behind its marks become ordinary tokens."
@@ -344,6 +344,7 @@ def _ordinary(self: Renderer, literal):
         if not self._added & set(ids): return ids
     raise RenderError(f'{literal!r} cannot be spelled with ordinary tokens')
 
+# %% ../nbs/00_tokens.ipynb #e797113d
 @patch
 def _check_kept(self: Renderer, messages, since=0):
     "RenderError when the template silently drops a message as it enters (Phi's drops `tool`, Mistral's v2 a tool's result before a user's text), or its `tool_calls`; each kind is tried once. The first `since` messages were looked at when they entered."

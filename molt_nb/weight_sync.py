@@ -50,7 +50,7 @@ def from_rank0():
     o = BroadcastOptions(); o.rootRank = o.rootTensor = 0
     return o
 
-# %% ../nbs/23_weight_sync.ipynb #f48a56c1
+# %% ../nbs/23_weight_sync.ipynb #1c759e73
 class Sender:
     """Transfer rank 0, in policy rank 0. `Sender(host, port, world).send(named_tensors, manifest)`; the other policy ranks have no Sender and only
     iterate their own named tensors, so that gathers (`full_tensor`) meet."""
@@ -83,6 +83,7 @@ class Sender:
 
     def close(self): self.group = None                      # closes the sockets: receivers fail at once instead of waiting
 
+# %% ../nbs/23_weight_sync.ipynb #e53a6101
 def _filled(stream, plan, most, kept):
     "The bytes of the stream, bucket by bucket and piece by piece, in two buffers in turn, which are `kept` for the next sync."
     if not kept or len(kept[0]) < most: kept[:] = [torch.empty(max(most, 16), dtype=torch.uint8) for _ in range(2)]
