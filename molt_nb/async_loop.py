@@ -399,7 +399,7 @@ async def _groups(self:AsyncLoop):
         elif not new or not p.stream_groups: break
     return groups, parts, objective, waited
 
-# %% ../nbs/20_async_loop.ipynb #bc6f2878
+# %% ../nbs/20_async_loop.ipynb #f44ea4d9
 @patch
 async def _part(self:AsyncLoop, groups, objective, first):
     t = time.perf_counter(); rollouts, rows, _ = self._tensors(groups); await self._reference_logprobs(rows)
@@ -413,7 +413,7 @@ async def _part(self:AsyncLoop, groups, objective, first):
 async def _finish(self:AsyncLoop, rollouts, rows, objective):
     at, names = ray.put(rows), list(known_metrics())
     metrics, *_ = await self._all('policy', [p.end.remote(at, objective, self.version, names) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s')
-    return {**metrics, **self._next_kl_coef(metrics, len(rollouts))}
+    return {**metrics, **self._next_kl_coef(metrics, len(rollouts), objective)}
 
 # %% ../nbs/20_async_loop.ipynb #30897f1b
 def _padded(parts): return pad_rows([row for part in parts for row in part.numpy()], 0, parts[0].dtype)
@@ -423,7 +423,7 @@ def _columns(rows, parts):
     for name in ('old_logprobs', 'ref_logprobs', 'teacher_logprobs'):
         if getattr(parts[0], name) is not None: setattr(rows, name, _padded([getattr(p, name) for p in parts]))
 
-# %% ../nbs/20_async_loop.ipynb #1014ff39
+# %% ../nbs/20_async_loop.ipynb #3760a21f
 @patch
 async def _train(self:AsyncLoop, rollouts, rows, advantages, n_groups):
     "The policy trains and the critic learns, at the same time. While the critic warms up, the policy measures and takes no step."
@@ -432,12 +432,12 @@ async def _train(self:AsyncLoop, rollouts, rows, advantages, n_groups):
     critics = self.critics if rows.returns is not None else []       # an estimator named since may leave none
     out, learnt = await asyncio.gather(self._all('policy', [p.step.remote(*batch, objective, n, self.version, names) for p in self.policies], r.pool.watchdog_s, 'pool.watchdog_s'),
                                        self._all('critic', [p.learn.remote(*batch[:2], min(n_groups, r.critic.updates_per_batch), r.critic.clip) for p in critics], r.pool.watchdog_s, 'pool.watchdog_s'))
-    metrics, rows.old_logprobs = out[0]; return {**metrics, **self._next_kl_coef(metrics, len(rollouts)), **({**learnt[0], 'critic/warmup': float(warm)} if learnt else {})}
+    metrics, rows.old_logprobs = out[0]; return {**metrics, **self._next_kl_coef(metrics, len(rollouts), objective), **({**learnt[0], 'critic/warmup': float(warm)} if learnt else {})}
 
 @patch
-def _next_kl_coef(self:AsyncLoop, metrics, n):
-    "The coefficient that this step had; with a target, the recipe gets the next step's."
-    a = self.recipe.algorithm; used = {'loss/kl_coef': a.kl_coef} if a.kl_coef else {}
+def _next_kl_coef(self:AsyncLoop, metrics, n, objective):
+    "The coefficient that this step had (the recipe's may have been edited since); with a target, the recipe gets the next step's."
+    a, had = self.recipe.algorithm, cloudpickle.loads(objective).kl_coef; used = {'loss/kl_coef': had} if had else {}
     if a.kl_target and 'loss/kl' in metrics: a.kl_coef = adapt_kl_coef(a.kl_coef, metrics['loss/kl'], a.kl_target, n)
     return used
 

@@ -524,7 +524,7 @@ async def _ask(self:Gate, scope, data, receive, sender):
     except Exception:
         if not (s.over or s.gone.done() or call.request is None): raise      # else the stream ends here, or vLLM could not read the request
 
-# %% ../nbs/02_chat_server.ipynb #27385844
+# %% ../nbs/02_chat_server.ipynb #8c856c99
 @patch
 def _clean(self:Gate, data, wire, call):
     "The body without what would change the distribution and what is known, and the notes."
@@ -544,6 +544,7 @@ def _clean(self:Gate, data, wire, call):
 
 def _encoded(body):
     try: return json.dumps(body, ensure_ascii=False).encode()
+    except RecursionError: raise _Refused(400, 'the body is nested too deeply') from None
     except UnicodeEncodeError: raise _Refused(400, 'there is half a surrogate pair in a text (as of an emoji that was cut): leave it out') from None
 
 # %% ../nbs/02_chat_server.ipynb #898c7082

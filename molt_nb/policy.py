@@ -348,7 +348,7 @@ def logprobs(self:Policy, rows) -> 'Tensor':
             out[index] = torch.where(some.mask, found, out[index])
     return self._sum_ranks(out)
 
-# %% ../nbs/22_policy.ipynb #49c0b180
+# %% ../nbs/22_policy.ipynb #03c34c30
 @patch
 def _accumulate(self:Policy, rows, loss, entropy=False, top=False) -> dict:
     """Add the window's gradient to the parameters. `loss(index, rows, logp, entropy)` gives a micro-batch's part and its [sum, count] pairs; if `top`, it also gets the log-probs of `rows.top_tokens`.
@@ -356,18 +356,18 @@ def _accumulate(self:Policy, rows, loss, entropy=False, top=False) -> dict:
     from molt_nb.losses import add_stats
     sums, whole = {}, int(rows.valid[rows.mask.any(1)].sum())
     for index, some, bins in self._deal(rows):
-        some = some.to(self.device); share = int(some.valid.sum())/whole if some.mask.any() else 0.     # a filler is no part of the window
+        some = some.to(self.device); n = int(some.valid.sum()) if some.mask.any() else 0     # a filler is no part of the window
         logp, spread, *tops = self._forward(some.tokens, some.mask, bins, entropy, some.top_tokens if top else None)
         part, stats = loss(index, some, logp, spread if entropy else None, *tops)
-        stats = {**stats, **self._balance(share)}
+        stats = {**stats, **self._balance(n, n/max(1, whole))}
         (part*self.world).backward()
         sums = add_stats(sums, stats)
     return sums
 
-# %% ../nbs/22_policy.ipynb #103c2a0d
+# %% ../nbs/22_policy.ipynb #dea040d9
 @patch
-def _balance(self:Policy, share) -> dict:
-    "Give the balance loss of the micro-batch just run its weight, `share` of the window's. Returns the pairs that describe the routing."
+def _balance(self:Policy, n, share) -> dict:
+    "Give the balance loss of the micro-batch just run its weight, `share` of the window's. Returns the pairs that describe the routing, weighted by its `n` tokens."
     if not self.gates: return {}
     import torch
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
@@ -375,7 +375,7 @@ def _balance(self:Policy, share) -> dict:
     load = torch.stack([g._last_expert_load for g in self.gates]).double()            # [layers, experts]
     seen = {'moe/load_max': (load.amax(1)/load.mean(1).clamp(min=1e-9)).mean()}
     if self.config.balance_coef: seen['moe/balance_loss'] = torch.stack([g._last_aux_loss for g in self.gates]).double().mean()
-    return {k: torch.stack([v*share, torch.full_like(v, share)]) for k, v in seen.items()}
+    return {k: torch.stack([v*n, torch.full_like(v, n)]) for k, v in seen.items()}
 
 @patch
 def _reduce(self:Policy, windows:list, own:dict, more=()) -> list:

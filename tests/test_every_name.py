@@ -45,16 +45,25 @@ def test_score_centering_a_kl_target_and_a_band_for_groups(tmp_path):
     assert all(m['reward/mean'] < .7 for m in history)
 
 def test_training_on_the_first_groups_of_a_batch(tmp_path):
-    "The batch in parts, as its groups complete, gives the step that the whole gives; an estimator that says per_group, and is not, stops the run before the step; so does a cell that asks for what cannot be done in parts. Then the run goes on."
+    "The batch in parts, as its groups complete, gives the step that the whole gives; an estimator that says per_group, and is not, stops the run before the step; so does a cell that asks for what cannot be done in parts, and an estimator that fails at its second part. Then the run goes on. A cell that changes the objective during a batch changes the next batch."
     words = 'pool.synchronous=true pool.filter_no_spread=false pool.groups_per_batch=4 pool.samples_per_group=6 algorithm.aggregation=seq_mean algorithm.kl_coef=0.01 algorithm.entropy_coef=0.001'
     async def main(parts):
-        run = AsyncLoop(load_recipe('tiny', f'{words} pool.stream_groups={parts}', out_dir=str(tmp_path/f'run{parts}'))); made = []
-        part = run._part
-        async def spy(groups, *rest): made.append(len(groups)); return await part(groups, *rest)
-        run._part = spy; await run.start()
+        run = AsyncLoop(load_recipe('tiny', f'{words} pool.stream_groups={parts}', out_dir=str(tmp_path/f'run{parts}'))); made, told, locked = [], [], []
+        part, every = run._part, run._all
+        async def spy(groups, objective, first):
+            made.append(len(groups)); told.append((first, objective)); out = await part(groups, objective, first)
+            if len(run.history) == 2: run.recipe.algorithm.kl_coef = .02      # an edit between two parts of the third batch
+            return out
+        async def under_lock(what, *rest): locked.append(run._weights.locked()) if what == 'policy' and made else None; return await every(what, *rest)
+        run._part, run._all = spy, under_lock; await run.start()
         try:
             seen = [await run.step() for _ in range(3)]
             if parts:
+                third = [o for _, o in told][-[f for f, _ in reversed(told)].index(True)-1:]
+                assert len(third) > 1 and len(set(third)) == 1 and [m['loss/kl_coef'] for m in seen] == [.01]*3 and all(locked)
+                estimators.estimator(per_group=True)(fails); run.recipe.algorithm.estimator = 'fails'; before = run.version
+                with pytest.raises(Exception, match='the second part'): await run.step()
+                run.recipe.algorithm.estimator = 'grpo'; assert (await run.step())['loss/kl_coef'] == .02 and told[-1][1] != third[0] and run.version == before + 1
                 estimators.estimator(per_group=True)(wrong); run.recipe.algorithm.estimator = 'wrong'; before = run.version
                 with pytest.raises(RunError, match='says per_group'): await run.step()
                 assert run.version == before
@@ -65,7 +74,12 @@ def test_training_on_the_first_groups_of_a_batch(tmp_path):
                 run.recipe.algorithm.updates_per_batch, run.recipe.pool.stream_groups = 1, 0
                 again = await run.step(); assert again['policy/grad_norm'] < 3*max(m['policy/grad_norm'] for m in seen) and run.version == before + 1      # nothing of the parts that were given up, and new groups
             return seen, made
-        finally: await run.close(); ESTIMATORS.pop('wrong', None)
+        finally: await run.close(); [ESTIMATORS.pop(n, None) for n in ('wrong', 'fails')]
+    calls = []
+    def fails(rollouts, rows):
+        calls.append(1)
+        if len(calls) > 1: raise ValueError('the second part')
+        return estimators.spread_over_rows(rollouts.reward*0, rows)
     def wrong(rollouts, rows): return estimators.spread_over_rows(rollouts.reward - rollouts.reward.mean(), rows)
     (whole, none), (parts, made) = asyncio.run(main(0)), asyncio.run(main(1))
     assert none == [] and len(made) > 4 and {'loss/kl', 'loss/entropy', 'estimator/advantage_abs', 'mismatch/k3', 'time/train', 'batch/computed'} <= parts[0].keys() == whole[0].keys()
