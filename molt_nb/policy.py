@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'PolicyError', 'PolicyConfig', 'constant', 'linear', 'cosine', 'policy_env', 'n_experts', 'layout_faults',
-           'Policy', 'quiet', 'group_split']
+           'Policy', 'quiet', 'group_split', 'on_ranks']
 
-# %% ../nbs/22_policy.ipynb #a6aec40b
-import contextlib, importlib.util, itertools, json, logging, math, os, shutil, time, types, warnings
+# %% ../nbs/22_policy.ipynb #9372c7bf
+import contextlib, importlib.util, itertools, json, logging, math, os, pickle, shutil, socket, subprocess, sys, tempfile, time, types, warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -671,3 +671,28 @@ def _copy_side_files(source, target):
     config = json.loads((source/'config.json').read_text())
     config.pop('torch_dtype', None); config['dtype'] = 'float32'
     (target/'config.json').write_text(json.dumps(config, indent=2))
+
+# %% ../nbs/22_policy.ipynb #e470be13
+_FORK = """
+import os, pickle, sys
+from molt_nb.policy import quiet; quiet()
+from nemo_automodel import NeMoAutoModelForCausalLM; NeMoAutoModelForCausalLM.from_pretrained
+work, address, files = pickle.load(sys.stdin.buffer); children = []
+for rank, file in enumerate(files):
+    if pid := os.fork(): children.append(pid); continue
+    pickle.dump(work(rank, len(files), address), open(file, "wb")); sys.stdout.flush(); os._exit(0)
+sys.exit(any([os.waitpid(c, 0)[1] for c in children]))"""
+
+def on_ranks(
+    work,           # work(rank, world, address), with what it refers to; a Policy takes all three
+    world:int=2,    # processes
+    timeout_s=400,
+) -> list:          # what each rank returned
+    "Run `work` on so many ranks of this machine's CPU. PolicyError if one fails; its traceback is on stderr."
+    import cloudpickle
+    with tempfile.TemporaryDirectory() as out, socket.socket() as s:
+        s.bind(('127.0.0.1', 0)); address = f'tcp://127.0.0.1:{s.getsockname()[1]}' if world > 1 else None; s.close()
+        files = [Path(out)/f'rank{r}' for r in range(world)]
+        child = subprocess.run([sys.executable, '-c', _FORK], input=cloudpickle.dumps((work, address, files)), env={**os.environ, **policy_env(PolicyConfig())}, timeout=timeout_s)
+        if child.returncode: raise PolicyError(f'one of {world} ranks failed: its traceback stands above')
+        return [pickle.loads(f.read_bytes()) for f in files]

@@ -1,24 +1,14 @@
 "One optimizer window, computed in every way there is, has one gradient: micro-batches, packing, shared prompts, recomputation, ranks; dense and with experts."
-import itertools, os, pickle, socket, subprocess, sys
+import itertools, sys
 from dataclasses import replace
-from pathlib import Path
 import cloudpickle, pytest, torch
 from molt_nb import corrections
 from molt_nb.estimators import Rollouts, Rows
 from molt_nb.losses import Objective
 from molt_nb.models import random_tiny
-from molt_nb.policy import Policy, PolicyConfig, policy_env
+from molt_nb.policy import Policy, PolicyConfig, on_ranks
 
 WAYS = [dict(packing=p, share_prompts=s, micro_batch_tokens=b) for p, s, b in itertools.product(('mask', 'none'), (True, False), (4096, 160, 80, 40))]
-CHILD = '''
-import os, pickle, sys
-from molt_nb.policy import quiet; quiet()
-from nemo_automodel import NeMoAutoModelForCausalLM; NeMoAutoModelForCausalLM.from_pretrained
-work, address, files = pickle.load(sys.stdin.buffer); children = []
-for rank, file in enumerate(files):
-    if pid := os.fork(): children.append(pid); continue
-    pickle.dump(work(rank, len(files), address), open(file, "wb")); sys.stdout.flush(); os._exit(0)
-sys.exit(any([os.waitpid(c, 0)[1] for c in children]))'''
 
 def a_batch(N=16, L=24):
     "Four groups of four rows with a common prompt; a row of two turns among them."
@@ -50,13 +40,9 @@ def norms(rank, world, address, path, ways, experts):
         found.append(p.finish(replace(rows, old_logprobs=old), o)['policy/grad_norm'])
     add(0, torch.arange(8)); return found + [p.train(rollouts, rows, o, advantages=advantages)['policy/grad_norm']]
 
-def in_children(tmp_path, path, world, ways, experts, work=gradients):
-    with socket.socket() as s: s.bind(('127.0.0.1', 0)); address = f'tcp://127.0.0.1:{s.getsockname()[1]}'
-    files = [tmp_path/f'rank{r}' for r in range(world)]; cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    child = subprocess.Popen([sys.executable, '-c', CHILD], stdin=subprocess.PIPE, env={**os.environ, **policy_env(PolicyConfig())})
-    child.stdin.write(cloudpickle.dumps((lambda r, n, a: work(r, n, a if n > 1 else None, path, ways, experts), address, files))); child.stdin.close()
-    assert child.wait(400) == 0
-    return [pickle.loads(f.read_bytes()) for f in files]
+def in_children(path, world, ways, experts, work=gradients):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return on_ranks(lambda *rank: work(*rank, path, ways, experts), world)
 
 def off(a, b):
     flat = lambda named: torch.cat([v.flatten().double() for _, v in sorted(named.items())])
@@ -65,7 +51,7 @@ def off(a, b):
 @pytest.mark.parametrize('experts', [False, True], ids=['dense', 'experts'])
 def test_one_gradient(tmp_path, experts):
     path = random_tiny(tmp_path/'model', seed=0, experts=experts)
-    [one], two = in_children(tmp_path, path, 1, WAYS, experts), in_children(tmp_path, path, 2, WAYS[::3], experts)
+    [one], two = in_children(path, 1, WAYS, experts), in_children(path, 2, WAYS[::3], experts)
     want = next(g for way, n, g in one if way == dict(packing='none', share_prompts=False, micro_batch_tokens=4096, recompute=False))
     gaps = {(world, n, *way.values()): off(g, want) for world, found in ((1, one), (2, two[0]), (2, two[1])) for way, n, g in found}
     for k in sorted(gaps, key=str): print(k, f'{gaps[k]:.1e}')
@@ -75,4 +61,4 @@ def test_one_gradient(tmp_path, experts):
 @pytest.mark.parametrize('experts', [False, True], ids=['dense', 'experts'])
 def test_between_the_parts_of_a_window(tmp_path, experts):
     "On two ranks: a forward between the last part and the step changes nothing, and neither does a part that no step followed."
-    for a, b, c in in_children(tmp_path, random_tiny(tmp_path/'model', seed=0, experts=experts), 2, None, experts, norms): assert a > 0 and b == pytest.approx(a, rel=1e-6) and c == pytest.approx(a, rel=1e-5)
+    for a, b, c in in_children(random_tiny(tmp_path/'model', seed=0, experts=experts), 2, None, experts, norms): assert a > 0 and b == pytest.approx(a, rel=1e-6) and c == pytest.approx(a, rel=1e-5)
