@@ -48,7 +48,7 @@ class ChatAgent(Agent):
         "Do the task with a client of `chat.base_url` and `chat.api_key`; returns the reward, or (reward, info)."
         raise NotImplementedError(f'{type(self).__name__} defines no run')
 
-# %% ../nbs/01_agents.ipynb #9e0cca93
+# %% ../nbs/01_agents.ipynb #ee3b3367
 class AgentError(ValueError):
     "The user's agent file, class or tasks cannot be used; says where and what to write instead."
 
@@ -59,6 +59,7 @@ def make_tasks(
     **options,  # handed to `env_class.tasks`
 ):
     "The checked tasks of an Env: dicts with unique string ids. AgentError says which one is not."
+    if isinstance(inspect.getattr_static(env_class, 'tasks'), types.FunctionType): raise AgentError(f'{env_class.__name__}.tasks needs no instance: write @classmethod above `def tasks(cls, n, seed)`')
     try: tasks = list(env_class.tasks(n, seed, **options))
     except Exception as e: raise AgentError(f'{env_class.__name__}.tasks({n}, {seed}, **{options}): {type(e).__name__}: {e}') from e
     seen = set()
@@ -108,10 +109,17 @@ class _Thread:
 
     def end(self): self.loop.call_soon_threadsafe(self.jobs.put_nowait, None)
 
-# %% ../nbs/01_agents.ipynb #257fdc21
+# %% ../nbs/01_agents.ipynb #99a6431c
 class _Fault(Exception):
     "A rollout that ends without a reward: outcome, where it happened, why."
     def __init__(self, outcome, where, why, trace=''): self.outcome, self.where, self.why, self.trace = outcome, where, why, trace
+
+def _at(error):
+    "The place in a user's file where it was raised: ' (agent.py, line 12)'."
+    import molt_nb
+    ours = ('<', *(f'{p}/' for p in (sys.prefix, sys.base_prefix, *molt_nb.__path__)))
+    found = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    return f' ({Path(found[-1].filename).name}, line {found[-1].lineno})' if found else ''
 
 async def _call(thread, where, timeout, f, *args):
     "The result of user code; a `_Fault` if it raises or takes longer than `timeout` seconds."
@@ -123,7 +131,7 @@ async def _call(thread, where, timeout, f, *args):
     if late: raise _Fault('error', where, f'took longer than {timeout:g} s')
     value, error = future.result()
     if error is not None:
-        raise _Fault('error', where, f'{type(error).__name__}: {error}', ''.join(traceback.format_exception(error)[-12:]))
+        raise _Fault('error', where, f'{type(error).__name__}: {error}{_at(error)}', ''.join(traceback.format_exception(error)[-12:]))
     return value
 
 # %% ../nbs/01_agents.ipynb #7fab71a7
@@ -298,7 +306,7 @@ def _run_file(path):
     finally: sys.path.remove(folder); del sys.modules[module.__name__]
     return vars(module)
 
-# %% ../nbs/01_agents.ipynb #46aad524
+# %% ../nbs/01_agents.ipynb #a4c59173
 def load_agent(
     name_or_path,  # a name in `molt_nb.tasks.TASKS`, or 'file.py', 'file.ipynb', with ':Class' where the file has several
 ):
@@ -314,10 +322,15 @@ def load_agent(
     agents = {k: v for k, v in names.items() if isinstance(v, type) and issubclass(v, (Env, ChatAgent)) and v.__module__ == names['__name__']}
     if wanted and not (isinstance(names.get(wanted), type) and issubclass(names[wanted], (Env, ChatAgent))):
         raise AgentError(f'{path}: no agent is called {wanted!r}; it has {sorted(agents)}')
-    if not wanted and not agents: raise AgentError(f'{path}: no agent in it; write `class MyTask(Env)` with `from molt_nb.agents import Env`, or a ChatAgent')
+    if not wanted and not agents: raise AgentError(f'{path}: no agent in it; write `class MyTask(Env)` or `class MyAgent(ChatAgent)`, with `from molt_nb.agents import Env, ChatAgent`')
     if not wanted and len(agents) > 1: raise AgentError(f'{path}: several agents in it, choose one: ' + ' or '.join(f'{path}:{k}' for k in agents))
     cls = names[wanted] if wanted else next(iter(agents.values()))
-    base, needs = (ChatAgent, ['run']) if issubclass(cls, ChatAgent) else (Env, ['reset', 'step'])
+    base, needs = (ChatAgent, dict(run=('self', 'chat', 'task'))) if issubclass(cls, ChatAgent) else (Env, dict(reset=('self', 'task'), step=('self', 'action')))
     missing = [m for m in needs if getattr(cls, m) is getattr(base, m)]
     if missing: raise AgentError(f'{path}: {cls.__name__} does not define {" and ".join(missing)}')
+    for m, wants in needs.items():
+        s = inspect.signature(getattr(cls, m)); names = list(s.parameters)
+        try: s.bind(*wants); fits = names[1:2] != ['task'] or wants[1] == 'task'      # (self, task, chat) would get them the other way round
+        except TypeError: fits = False
+        if not fits: raise AgentError(f'{path}: {cls.__name__}.{m}{s} gets other arguments: write `async def {m}({", ".join(wants)})`')
     return cls

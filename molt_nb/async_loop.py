@@ -53,7 +53,7 @@ def _by_value(obj, *functions) -> bytes:
     finally:
         for m in modules: cloudpickle.unregister_pickle_by_value(m)
 
-# %% ../nbs/20_async_loop.ipynb #04f28e2d
+# %% ../nbs/20_async_loop.ipynb #e1ee9d45
 class Runner:
     "Runs episodes of one agent. Becomes a Ray actor; one process serves many rollouts."
     def __init__(self, agent, model_path, limits, *chat):
@@ -90,8 +90,9 @@ class Runner:
     async def texts(self, trajectory) -> tuple[str, str]:
         "What was asked and what was answered, without markup, for people."
         if not trajectory.segments: return f'task {trajectory.task_id}\n', f'({trajectory.outcome}: {trajectory.reason})'      # nothing was sampled
-        seg = trajectory.segments[0]; cut = int(np.argmax(seg.action_mask))
-        return tuple(self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in (seg.tokens[:cut], seg.tokens[cut:]))
+        cuts = [(seg.tokens, int(np.argmax(seg.action_mask))) for seg in trajectory.segments]
+        said = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        return said(cuts[0][0][:cuts[0][1]]), ' / '.join(said(ids[cut:]) for ids, cut in cuts)      # of each row
 
 # %% ../nbs/20_async_loop.ipynb #14a2e05f
 class PolicyActor(Policy):
@@ -113,7 +114,7 @@ class PolicyActor(Policy):
         "The step on all parts of a batch. Returns the metrics."
         return self.finish(rows, cloudpickle.loads(objective), version, names)
 
-# %% ../nbs/20_async_loop.ipynb #87f423d4
+# %% ../nbs/20_async_loop.ipynb #773d9282
 class AsyncLoop:
     "`run = AsyncLoop(recipe)`; `await run.start()`; `await run.step()`; `run.history`; `await run.close()`."
     def __init__(self,
@@ -124,6 +125,7 @@ class AsyncLoop:
         self.version, self.optimizer_step, self.history, self.timeline, self.startup = 0, 0, [], deque(maxlen=20_000), {}     # timeline: the newest intervals
         self.policies, self.references, self.teachers, self.critics, self.runners, self.reruns, self.restarts, self.raw_mean = [], [], [], [], [], 0, 0, 0.
         self._weights, self.sync, self.broken = asyncio.Lock(), None, None
+        self.batch = []                                     # the trajectories of the last step, for looking
         self.engines = self.judges = self.pool = self.log = self._thread = self._loop = self._stepping = None
         self._own_ray = self._closed = False
 
@@ -279,7 +281,7 @@ def _compare(names, engine, trainer, versions, version, tolerance):
     raise MismatchError(f'after the sync of version {version} engine and trainer disagree: max {diff.max():.1e} nats, tolerance {tolerance:g} (sync.probe_tolerance, or sync.bf16_tolerance where one side computes in bfloat16). Look at the first token that is off: all of them, and it is the weights or the temperature; single ones, and it is precision\n'
                         f'{"token":>14} {"engine":>10} {"trainer":>10} {"|diff|":>10} {"version":>8}\n{rows}')
 
-# %% ../nbs/20_async_loop.ipynb #bd69b129
+# %% ../nbs/20_async_loop.ipynb #c5b9e20a
 @patch
 async def _rollout(self:AsyncLoop, task, group, sample, seed):
     deaths = 0
@@ -289,7 +291,7 @@ async def _rollout(self:AsyncLoop, task, group, sample, seed):
             t0, ref = time.perf_counter(), runner.rollout.remote(task, group, sample, seed, engine, judge)
             try:
                 t = await within(ref, self.recipe.limits.episode_timeout_s + 60, f'rollout {group}/{sample}', 'limits.episode_timeout_s')
-                self._mark(name, t0, f'rollout {group}/{sample}: {t.n_actions} tokens in {t.info["engine_s"]:.3f} s'); return t
+                self._mark(name, t0, f'rollout {group}/{sample}: {t.n_actions} tokens in {t.info["engine_s"]:.3f} s'); self._tell(t); return t
             except asyncio.CancelledError: ray.cancel(ref, force=False); raise
             except EngineLost as e: self.engines.lost(name, str(e), engine)      # which counts, and ends the run when it is too often
             except ProcessDied:
@@ -298,7 +300,12 @@ async def _rollout(self:AsyncLoop, task, group, sample, seed):
         self.reruns += 1
         if deaths: await self._runner_back(runner)
 
-# %% ../nbs/20_async_loop.ipynb #086c2428
+# %% ../nbs/20_async_loop.ipynb #6dfcad06
+@patch
+def _tell(self:AsyncLoop, t):
+    told = dict(version=self.version, task=t.task_id, rollout=t.rollout_id, outcome=t.outcome, reason=t.reason, reward=None if np.isnan(t.reward) else t.reward, rows=len(t.segments), tokens=t.n_actions, info=t.info)
+    if not self._closed: self.told.write(json.dumps(told, default=str) + '\n')
+
 @patch
 @contextlib.asynccontextmanager
 async def _judge(self:AsyncLoop, group):
@@ -316,7 +323,7 @@ async def _runner_back(self:AsyncLoop, runner, seconds=180):
             if time.time() > end or 'ray.kill' in str(e): raise
             await asyncio.sleep(1)
 
-# %% ../nbs/20_async_loop.ipynb #f86d224b
+# %% ../nbs/20_async_loop.ipynb #b6153280
 @patch
 def _mark(self:AsyncLoop, who, t0, what, t1=None): self.timeline.append((who, t0, t1 or time.perf_counter(), what))
 
@@ -324,7 +331,7 @@ def _mark(self:AsyncLoop, who, t0, what, t1=None): self.timeline.append((who, t0
 def _open_log(self:AsyncLoop):
     r = self.recipe; self.out.mkdir(parents=True, exist_ok=True)
     (self.out/'recipe.yaml').write_text(yaml.safe_dump(yaml.safe_load(yaml.safe_dump(_plain(asdict(r)))), sort_keys=False))
-    self.log = LogWriter(self.out/'metrics.jsonl')
+    self.log, self.told = LogWriter(self.out/'metrics.jsonl'), open(self.out/'rollouts.jsonl', 'a', buffering=1)
     self.pool = Pool(r.pool, self.tasks, self._rollout, seed=r.seed, total=r.steps*r.pool.groups_per_batch, record=lambda who, t0, t1, what: self._mark(who, t0, what, t1))
     self._tick = time.perf_counter()
 
@@ -332,7 +339,7 @@ def _content(task): return json.dumps({k: v for k, v in task.items() if k != 'id
 
 def _plain(x): return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else list(x) if isinstance(x, tuple) else x
 
-# %% ../nbs/20_async_loop.ipynb #ef5ba4b0
+# %% ../nbs/20_async_loop.ipynb #ac719926
 @patch
 async def _step(self:AsyncLoop):
     r, t0 = self.recipe, time.perf_counter(); idle = t0 - self._tick
@@ -351,7 +358,7 @@ async def _step(self:AsyncLoop):
             synced = await self._publish(self.version+1); t3 = self._tick = time.perf_counter()
         except BaseException as e: self.broken = e; raise
     trajectories, times = [t for g in groups for t in g.trajectories], {'time/wait_for_rollouts': waited, 'time/scores': ts-t1, 'time/sync': t3-t2, 'time/step': t3-t0, 'time/between_steps': idle}
-    metrics = {**report, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **age, **self._pool_stats(t3-t0+idle), 'version': self.version-1}
+    self.batch = trajectories; metrics = {**report, **stats, **trained, **synced, **times, **_reward_stats(rollouts), **_turn_stats(trajectories), **age, **self._pool_stats(t3-t0+idle), 'version': self.version-1}
     self.history.append(metrics)
     for alarm in self.log.write(len(self.history)-1, metrics): print(f'ALARM at step {len(self.history)-1}: {alarm}', flush=True)
     return metrics
@@ -441,13 +448,13 @@ def _next_kl_coef(self:AsyncLoop, metrics, n, objective):
     if a.kl_target and 'loss/kl' in metrics: a.kl_coef = adapt_kl_coef(a.kl_coef, metrics['loss/kl'], a.kl_target, n)
     return used
 
-# %% ../nbs/20_async_loop.ipynb #49b6ef6d
+# %% ../nbs/20_async_loop.ipynb #09ad9eaa
 def _reward_stats(rollouts): return {'reward/mean': float(rollouts.reward.mean()), 'reward/std': float(rollouts.reward.std(unbiased=False))}
 
 def _turn_stats(trajectories):
     spans = [s for t in trajectories for seg in t.segments for s in seg.spans if s.kind == 'action']
     chats = [t.info for t in trajectories if 'overruled' in t.info]
-    chat = {f'chat/{k}': sum(i.get(k, 0) for i in chats)/len(chats) for k in ('branched', 'rewritten', 'overruled') if chats}
+    chat = {f'chat/{k}': sum(i.get(k, 0) for i in chats)/len(chats) for k in ('first', 'branched', 'rewritten', 'overruled') if chats}
     return {'turns/cut': sum(s.finish_reason == 'length' for s in spans)/max(1, len(spans)), 'engine/cached_fraction': sum(s.cached for s in spans)/max(1, sum(s.start for s in spans)), **chat}
 
 @patch
@@ -476,7 +483,7 @@ async def save(self:AsyncLoop, path=None) -> Path:
         async with self._weights: await self._all('policy', [p.save_hf.remote(path) for p in self.policies], self.recipe.pool.watchdog_s, 'pool.watchdog_s')
     await self._bridge(export()); return path
 
-# %% ../nbs/20_async_loop.ipynb #e7daa2d6
+# %% ../nbs/20_async_loop.ipynb #57c0851c
 @patch
 async def _shutdown(self:AsyncLoop):
     if self.pool: await self.pool.close()
@@ -484,7 +491,7 @@ async def _shutdown(self:AsyncLoop):
     if self.engines and ray.is_initialized(): await asyncio.gather(self.engines.close(), self.judges.close())
     for a in [*self.policies, *self.references, *self.teachers, *self.critics, *self.runners]: ray.kill(a)
     if self._own_ray: await asyncio.to_thread(ray.shutdown)
-    if self.log: self.log.close()
+    if self.log: self.log.close(); self.told.close()
 
 @patch
 async def close(self:AsyncLoop):
@@ -502,7 +509,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #cf1321f7
+# %% ../nbs/20_async_loop.ipynb #d3cb171d
 def seconds_left(
     history:list[dict],         # run.history
     steps:int,                  # of the whole run
@@ -517,7 +524,8 @@ def progress_line(
     steps:int,          # of the whole run
     max_minutes:float=None,
 ) -> str:
-    "One line a step: reward, staleness, mismatch, speeds and the time left."
-    m, n, left = history[-1], len(history), seconds_left(history, steps, max_minutes)
+    "One line a step: reward, staleness, mismatch, speeds and the time left; and what is lost, if it is much."
+    m, n, left = history[-1], len(history), seconds_left(history, steps, max_minutes); failed = m['rollouts/error'] + m['rollouts/invalid']
+    lost = f'  {failed:.0f} FAILED (rollouts.jsonl)'*(failed > 0) + f"  {m['rollouts/truncated']:.0f} of {m['rollouts/trained']:.0f} TRUNCATED by limits"*(m['rollouts/truncated'] > .1*m['rollouts/trained'])
     return (f"step {n:3d}/{steps}  reward {m['reward/raw_mean']:.2f}  staleness {m['staleness/mean']:.1f} (max {m['staleness/max']:.0f})  mismatch {m['mismatch/abs_log_max']:.1e} (sync {m['sync/mismatch']:.1e})  "
-            f"engine {m['speed/engine_tokens_per_s']:5.0f} tok/s  trainer {m['speed/trainer_tokens_per_s']:5.0f} tok/s  {m['time/step']:.1f} s  {left//60:.0f}:{left%60:02.0f} left")
+            f"engine {m['speed/engine_tokens_per_s']:5.0f} tok/s  trainer {m['speed/trainer_tokens_per_s']:5.0f} tok/s  {m['time/step']:.1f} s  {left//60:.0f}:{left%60:02.0f} left{lost}")

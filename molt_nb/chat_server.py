@@ -6,8 +6,8 @@
 __all__ = ['HARMLESS', 'NEUTRAL', 'CALL', 'PATHS', 'ChatError', 'plain_messages', 'prefix_keys', 'Sampled', 'Plan', 'Tree',
            'sanitize', 'Heard', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
 
-# %% ../nbs/02_chat_server.ipynb #75a90ea6
-import asyncio, concurrent.futures, contextlib, contextvars, hashlib, json, marshal, re, secrets, threading, traceback
+# %% ../nbs/02_chat_server.ipynb #9a119613
+import asyncio, concurrent.futures, contextlib, contextvars, copy, hashlib, json, marshal, re, secrets, threading, traceback
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -47,12 +47,12 @@ def plain_messages(
         else: out.append(new)
     return out
 
-# %% ../nbs/02_chat_server.ipynb #6e5cbe51
+# %% ../nbs/02_chat_server.ipynb #212569a4
 def _add(key, m):
     "The key of a conversation whose prefix has `key` and whose next message is `m`."
     calls = [(c['function']['name'], c['function']['arguments']) for c in m['tool_calls']] if 'tool_calls' in m else ()
     text = m['content'].strip() if m['role'] == 'assistant' else m['content']
-    told = f'{m["role"]} {len(text)} {text}' + (json.dumps(calls, sort_keys=True) if calls else '')
+    told = f'{m["role"]!r} {len(text)} {text}' + (json.dumps(calls, sort_keys=True) if calls else '')
     return hashlib.blake2b(key + told.encode('utf8', 'surrogatepass'), digest_size=16).digest()
 
 def prefix_keys(
@@ -65,17 +65,19 @@ def prefix_keys(
     for m in messages[len(known):]: keys.append(_add(keys[-1], m))
     return keys[1:]
 
-# %% ../nbs/02_chat_server.ipynb #f5319f88
+# %% ../nbs/02_chat_server.ipynb #ead01a27
 @dataclass(eq=False)
 class Sampled:
     "One sampled turn."
     key: bytes       # of the conversation with the reply, as the client sees it
     history: list    # plain messages before it; earlier sampled turns as they were sampled
     reply: dict      # the reply, as it was sampled
-    ids: list        # the prompt that the engine saw
     turn: Turn
     row: Segment     # where it is trained
     end: int         # the row's length after it
+
+    @property
+    def ids(self): return self.row.tokens[:self.end - len(self.turn.ids)].tolist()      # the prompt that the engine saw; kept once, in the row
 
 @dataclass(eq=False)
 class Plan:
@@ -87,7 +89,7 @@ class Plan:
     parent: Sampled | None = None   # the turn that it continues
     tail: list | None = None        # the ids after that turn; None where the history had to be rendered afresh
 
-# %% ../nbs/02_chat_server.ipynb #b4523865
+# %% ../nbs/02_chat_server.ipynb #7be6a69d
 class Tree:
     "All turns of one rollout: `plan(messages, renderer)`, then `record(plan, turn, said)`. `rows` are its segments, in time order."
     def __init__(self): self.rows, self.turns, self.counts, self.reasons = [], {}, Counter(), []
@@ -105,14 +107,14 @@ class Tree:
         try: tail = renderer.extend(parent.history, parent.turn.ids, new)
         except PrefixBroken as e: why = str(e)
         except RenderError as e: history, why = messages, str(e)
-        if not why: return Plan(keys[-1], history, parent.ids + parent.turn.ids + tail, renderer, parent, tail)
+        if not why: return Plan(keys[-1], history, parent.row.tokens[:parent.end].tolist() + tail, renderer, parent, tail)
         self.reasons.append(why); return Plan(keys[-1], history, renderer.prompt(history), renderer, parent)
 
     def _open(self, key):
         "Of the turns with this conversation, the newest that nobody continued, else the newest."
         return max(self.turns[key], key=lambda t: t.end == len(t.row))
 
-# %% ../nbs/02_chat_server.ipynb #bb27c954
+# %% ../nbs/02_chat_server.ipynb #a43d083e
 @patch
 def record(self:Tree,
     plan,       # what `plan` returned for the request
@@ -125,14 +127,14 @@ def record(self:Tree,
     else: row = Segment(plan.ids); self.rows.append(row)
     row.act(turn); self.counts['turns'] += 1
     self.counts['continued' if goes_on else 'first' if p is None else 'rewritten' if plan.tail is None else 'branched'] += 1
-    new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), list(plan.ids), turn, row, len(row))
+    new = Sampled(_add(plan.key, said), plan.history, plan.renderer.message(plan.history, turn.ids), turn, row, len(row))
     self.turns.setdefault(new.key, []).insert(0, new)
 
-# %% ../nbs/02_chat_server.ipynb #2f071ad5
+# %% ../nbs/02_chat_server.ipynb #277f311c
 HARMLESS = dict(
     chat='messages stream stream_options tools parallel_tool_calls max_tokens max_completion_tokens stop n logprobs top_logprobs user metadata store service_tier chat_template_kwargs include_reasoning prompt_cache_key safety_identifier',
     responses='input instructions stream tools parallel_tool_calls max_output_tokens reasoning metadata user store include service_tier prompt_cache_key safety_identifier top_logprobs max_tool_calls',
-    anthropic='messages system stream stop_sequences tools max_tokens metadata thinking service_tier')
+    anthropic='messages system stream stop_sequences tools max_tokens metadata thinking service_tier cache_control')
 NEUTRAL = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, length_penalty=1, logit_bias={}, min_tokens=0, best_of=1, response_format=dict(type='text'), text=dict(format=dict(type='text')),
                truncation='disabled', background=False, conversation=None, tool_choice='auto', echo=False, modalities=['text'])      # these values change nothing
 
@@ -148,12 +150,11 @@ def _whole(item):
     texts = [part.get('text', part.get('refusal')) if isinstance(part, dict) else None for part in item['content']]
     return dict(role='assistant', content=''.join(texts)) if all(isinstance(t, str) for t in texts) else item
 
-# %% ../nbs/02_chat_server.ipynb #324ae758
+# %% ../nbs/02_chat_server.ipynb #6750e4cc
 def sanitize(
     wire,       # 'chat', 'responses' or 'anthropic'
     body,       # the request's JSON object; changed in place
     sampling,   # the recipe's Sampling
-    model,      # the name that is served
 ) -> list[str]:
     "Take out what would change the sampled distribution; returns a note for each. ChatError for what can only be refused."
     notes, fixed = [], {**NEUTRAL, **vars(sampling)}
@@ -167,14 +168,15 @@ def sanitize(
         f = tool.get('function', tool) if isinstance(tool, dict) else {}
         if isinstance(f, dict) and f.pop('strict', None): notes.append(f'strict tool {str(f.get("name"))[:40]!r} is a grammar: not enforced')
     if isinstance(body.get('thinking'), dict) and body['thinking'].get('type') == 'enabled': notes.append('thinking.budget_tokens is left out'); del body['thinking']
-    if body.get('model') not in (None, model): notes.append(f'model={str(body["model"])[:40]!r} is {model!r} here')
+    talk = body.get('messages')
+    if wire == 'anthropic' and isinstance(talk, list) and talk and isinstance(talk[-1], dict) and talk[-1].get('role') == 'assistant': notes.append("the last message is the assistant's: it is not continued, a new turn begins behind it")
     keep = {'model', 'tool_choice', *HARMLESS[wire].split()}
     for name in [k for k in body if k not in keep]:
         value = body.pop(name)
         if value is not None and (name not in fixed or value != fixed[name]): notes.append(f'{name}={json.dumps(value)[:60]} ' + (f'is {fixed[name]}' if name in vars(sampling) else 'is left out'))
     return notes
 
-# %% ../nbs/02_chat_server.ipynb #46706bdb
+# %% ../nbs/02_chat_server.ipynb #6e885b1a
 @dataclass(eq=False)
 class Heard:
     "A conversation as a request sent it, and what was made of it."
@@ -182,7 +184,9 @@ class Heard:
     plain: list     # the plain messages
     root: bytes     # of the tools and options
     keys: list      # prefix keys
+    size: int       # bytes of `said`
 
+# %% ../nbs/02_chat_server.ipynb #108ba3c3
 class Session:
     "One rollout as the server sees it. `outputs(ids, params, request_id)` yields vLLM's RequestOutputs; `await abort(request_id)` ends one."
     trained = True      # False for a judge: nothing is recorded, and the client's sampling fields hold
@@ -190,7 +194,7 @@ class Session:
         self.outputs, self.abort, self.limits, self.seed = outputs, abort, limits, seed
         self.key, self.tree, self.asked, self.calls = secrets.token_urlsafe(24), Tree(), Counter(), {}      # calls: body's digest -> Call objects
         self.truncated, self.notes, self.active, self.started, self.over = '', Counter(), set(), 0, False
-        self.heard = deque(maxlen=64)
+        self.heard = []                                                                                      # Heard, the newest last
         self.gone = concurrent.futures.Future()                                                              # gets the exception that ended the engine
 
     def room(self, n_prompt, n=1):
@@ -203,7 +207,13 @@ class Session:
 
     def known(self, said):
         "The longest conversation heard that these messages go on; None where there is none."
-        return max((h for h in self.heard if len(h.said) < len(said) and h.said == said[:len(h.said)]), key=lambda h: len(h.said), default=None)
+        longest = sorted((h for h in self.heard if len(h.said) < len(said)), key=lambda h: len(h.said), reverse=True)
+        return next((h for h in longest if h.said[-1] == said[len(h.said) - 1] and h.said == said[:len(h.said)]), None)      # forks differ in their last message
+
+    def hear(self, new, most=64, most_bytes=64 << 20):
+        "Remember it; the oldest are forgotten where it becomes too much."
+        self.heard = [h for h in self.heard if h.size != new.size or h.said[-1] != new.said[-1] or h.said != new.said] + [new]
+        while len(self.heard) > most or sum(h.size for h in self.heard) > most_bytes: self.heard.pop(0)
 
     def next_seed(self, key):
         "The seed of one more sample of the conversation `key`."
@@ -213,46 +223,56 @@ class Judge(Session):
     "A session beside the rollout: answers are free, and none is trained."
     trained = False
 
-# %% ../nbs/02_chat_server.ipynb #44646abe
+# %% ../nbs/02_chat_server.ipynb #572f5a99
 CALL = contextvars.ContextVar('call', default=None)      # the request that vLLM's handlers are working on
 
 class Call:
     "One request: `read` its messages, then `answer`."
     def __init__(self, session, wires, digest='', retry=0):
         self.session, self.wires, self.digest, self.retry = session, wires, digest, retry
-        self.plan = self.request = self.cut = self.said = self.known = None      # said: the messages, marshalled; known: Heard before
+        self.plan = self.request = self.cut = self.body = self.said = self.known = self.heard = None      # said: the messages, marshalled; known, heard: Heard, before and after
         self.outs, self.done, self.ok, self.replaced = [], asyncio.Event(), False, False
 
-    def read(self, messages, tools, options) -> list[int]:
-        "The prompt's ids. `messages` are those after what is `known`. ChatError, RenderError."
-        s, known = self.session, self.known or Heard([], [], b'', [])
-        try: (renderer, root), plain = self.wires.renderer(tools, options), known.plain + plain_messages(messages)
-        except (AttributeError, KeyError, TypeError, RecursionError) as e: raise ChatError(f'these messages or tools cannot be read: {type(e).__name__}: {e}') from None
-        if not plain: raise ChatError('there are no messages: send at least one')
-        keys = prefix_keys(plain, root, known.keys if root == known.root else ())
-        self.plan = s.tree.plan(plain, renderer, keys)
-        if self.said and plain[-1]['role'] != 'assistant':               # what may come after an assistant's message is a piece of it
-            with contextlib.suppress(ValueError): s.heard.remove(known)  # goes on in the new one
-            s.heard.append(Heard(self.said, plain, root, keys))
-        return self.plan.ids
+# %% ../nbs/02_chat_server.ipynb #653566c0
+@patch
+def read(self:Call, messages, tools, options) -> list[int]:
+    "The prompt's ids. `messages` are those after what is `known`. ChatError, RenderError."
+    known = self.known or Heard([], [], b'', [], 0)
+    try: (renderer, root), plain = self.wires.renderer(tools, options), known.plain + plain_messages(messages)
+    except (AttributeError, KeyError, TypeError, RecursionError) as e: raise ChatError(f'these messages or tools cannot be read: {type(e).__name__}: {e}') from None
+    if not plain: raise ChatError('there are no messages: send at least one')
+    try: keys = prefix_keys(plain, root, known.keys if root == known.root else ()); self.plan = self.session.tree.plan(plain, renderer, keys)
+    except RecursionError: raise ChatError('the arguments of a tool call are nested too deeply') from None
+    if self.said and plain[-1]['role'] != 'assistant':               # what comes after an assistant's message may be a piece of it
+        self.said[:len(known.said)] = known.said                     # the same bytes, once in memory
+        self.heard = Heard(self.said, plain, root, keys, sum(map(len, self.said)))
+    return self.plan.ids
 
-    def earlier(self):
-        "The call that this one repeats, if it is an SDK's retry."
-        same = self.session.calls[self.digest]
-        found = next((c for c in reversed(same[:same.index(self)]) if c.retry < self.retry and not c.replaced), None)      # not always the count before: a retry may be lost on its way
-        if found: found.replaced = True
-        return found
+@patch
+def forget(self:Call):
+    "What a retry may need stays: the outputs, but for their prompt, which it has itself."
+    self.plan = self.request = self.body = self.said = self.known = self.heard = None
+    for out in self.outs: out.prompt_token_ids = None
 
-    async def answer(self, params, request_id):
-        "vLLM's outputs for this request, recorded as they end."
-        try:
-            if old := self.earlier(): await old.done.wait()
-            async for out in self._repeat(old) if old and old.ok else self._sample(params, request_id): yield out
-        finally: self.done.set()
+@patch
+def earlier(self:Call):
+    "The call that this one repeats, if it is an SDK's retry."
+    same = self.session.calls[self.digest]
+    found = next((c for c in reversed(same[:same.index(self)]) if c.retry < self.retry and not c.replaced), None)      # not always the count before: a retry may be lost on its way
+    if found: found.replaced = True
+    return found
 
-    async def _repeat(self, old):
-        self.outs, self.ok = old.outs, True
-        for out in self.outs: yield out
+@patch
+async def answer(self:Call, params, request_id):
+    "vLLM's outputs for this request, recorded as they end."
+    try:
+        if old := self.earlier(): await old.done.wait()
+        if old and old.ok:
+            self.outs, self.ok = [copy.copy(out) for out in old.outs], True
+            for out in self.outs: out.prompt_token_ids = self.plan.ids; yield out
+        else:
+            async for out in self._sample(params, request_id): yield out
+    finally: self.done.set()
 
 # %% ../nbs/02_chat_server.ipynb #647a7084
 @patch
@@ -282,11 +302,11 @@ async def _sample(self:Call, params, request_id):
         with contextlib.suppress(Exception):                              # the client has gone: what was recorded is for its retry
             while not queue.empty(): take(*queue.get_nowait())
 
-# %% ../nbs/02_chat_server.ipynb #d38753da
+# %% ../nbs/02_chat_server.ipynb #fbe5913c
 @patch
 async def _one(self:Call, i, params, request_id, queue):
     "One sample: its outputs go into `queue`, the turn into the tree."
-    s, plan, ids, logprobs, text, ended = self.session, self.plan, [], [], '', False
+    s, plan, request, ids, logprobs, text, ended = self.session, self.plan, self.request, [], [], '', False      # of its own: it may outlive the call
     params = params.clone(); params.n = 1; params.seed = s.next_seed(plan.key) if s.trained else params.seed
     try:
         async with contextlib.aclosing(s.outputs(plan.ids, params, request_id, not s.trained)) as outs:
@@ -294,7 +314,7 @@ async def _one(self:Call, i, params, request_id, queue):
                 x = out.outputs[0]; x.index = i; out.prompt_token_ids, out.request_id = plan.ids, request_id; ended = out.finished
                 ids += x.token_ids; text += x.text; logprobs += [lp[t].logprob for t, lp in zip(x.token_ids, x.logprobs or ())]
                 if ended and x.finish_reason == 'abort': raise ConnectionAbortedError(f'request {request_id} was aborted')
-                if ended and s.trained: self._record(ids, logprobs, text, out)
+                if ended and s.trained: self._record(plan, request, ids, logprobs, text, out)
                 queue.put_nowait((i, out, None))
     except asyncio.CancelledError: queue.put_nowait((i, None, ConnectionAbortedError('the rollout has ended'))); raise
     except Exception as e:
@@ -305,13 +325,13 @@ async def _one(self:Call, i, params, request_id, queue):
         if not ended:
             with contextlib.suppress(Exception): await asyncio.shield(s.abort(request_id))      # a dead engine has nothing to abort
 
-# %% ../nbs/02_chat_server.ipynb #a30a26b0
+# %% ../nbs/02_chat_server.ipynb #c23c53bb
 @patch
-def _record(self:Call, ids, logprobs, text, out):
+def _record(self:Call, plan, request, ids, logprobs, text, out):
     x = out.outputs[0]; versions = [0 if w.version == 'default' else int(w.version) for w in x.weight_versions for _ in range(w.start, w.end)]
     turn = Turn(ids, logprobs, versions, x.finish_reason, cached=out.num_cached_tokens or 0)
     if turn.finish_reason == 'length' and self.cut: self.session.truncated = self.session.truncated or f'a turn was cut at {len(ids)} tokens'
-    self.session.tree.record(self.plan, turn, self.wires.said(self.request, text, ids))
+    self.session.tree.record(plan, turn, self.wires.said(request, text, ids))
 
 # %% ../nbs/02_chat_server.ipynb #05936dac
 class _Empty(str):
@@ -335,7 +355,7 @@ class _EngineClient:
     def check_admission(self, n=1): pass
     def generate(self, prompt, params, request_id, **_): return CALL.get().answer(params, request_id)
 
-# %% ../nbs/02_chat_server.ipynb #c3dce156
+# %% ../nbs/02_chat_server.ipynb #fc94a2fa
 _NOT_OPTIONS = {'add_generation_prompt', 'continue_final_message', 'chat_template', 'conversation', 'documents', 'tools', 'tokenize', 'return_dict'}      # what a client may not tell the template
 
 def _splicer(*args, **kwargs):
@@ -350,7 +370,9 @@ def _splicer(*args, **kwargs):
             try: ids = call.read(messages, tool_dicts, options)
             except (ChatError, RenderError) as e: raise VLLMValidationError(str(e)) from None
             request.kv_transfer_params = dict(prompt_token_ids=ids)
-            return await super().preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kwargs)
+            ready = await super().preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kwargs)
+            if call.heard: call.session.hear(call.heard)             # vLLM has taken them too
+            return ready
     return Splicer(*args, **kwargs)
 
 # %% ../nbs/02_chat_server.ipynb #d000c29f
@@ -493,7 +515,7 @@ class Gate:
             self.faults.append(traceback.format_exc())                   # vLLM's app answers 500 by itself, and raises what it was
             if not begun: await _reply(send, 500, _envelope(wire, 500, f'the chat server failed: {type(e).__name__}'))
 
-# %% ../nbs/02_chat_server.ipynb #a99f0b84
+# %% ../nbs/02_chat_server.ipynb #df1f88fd
 @patch
 async def _serve(self:Gate, scope, wire, receive, send):
     headers = {k.decode('latin1').lower(): v.decode('latin1') for k, v in scope['headers']}
@@ -503,13 +525,13 @@ async def _serve(self:Gate, scope, wire, receive, send):
     if scope['method'] != ('GET' if wire == 'models' else 'POST'): raise _Refused(405, f'{scope["path"]} does not take {scope["method"]}')
     session, wires = self.sessions[key]; data, notes, retry = await _read(receive, self.config.max_request_mb << 20), [], headers.get('x-stainless-retry-count', '0')
     if session.gone.done(): raise _Refused(503, 'the engine of this session is gone; the rollout ends')
-    call = Call(session, wires, hashlib.blake2b(scope['path'].encode() + data).hexdigest(), int(retry) if retry.isdigit() else 0)
+    call = Call(session, wires, hashlib.blake2b(scope['path'].encode() + data).hexdigest(), int(retry) if retry.isdecimal() else 0)
     if wire != 'models': data, notes = self._clean(data, wire, call)
     session.calls.setdefault(call.digest, []).append(call); CALL.set(call)
     try:
         sender = _Sender(send, wire, notes, call); await self._ask(scope, data, receive, sender)
         if sender.unsaid: call.known = None; await self._ask(scope, _encoded(call.body), receive, _Sender(send, wire, notes, call))
-    finally: call.done.set()
+    finally: call.done.set(); call.forget()
 
 @patch
 async def _ask(self:Gate, scope, data, receive, sender):
@@ -524,7 +546,7 @@ async def _ask(self:Gate, scope, data, receive, sender):
     except Exception:
         if not (s.over or s.gone.done() or call.request is None): raise      # else the stream ends here, or vLLM could not read the request
 
-# %% ../nbs/02_chat_server.ipynb #8c856c99
+# %% ../nbs/02_chat_server.ipynb #a592af02
 @patch
 def _clean(self:Gate, data, wire, call):
     "The body without what would change the distribution and what is known, and the notes."
@@ -535,7 +557,7 @@ def _clean(self:Gate, data, wire, call):
     talk = body.get('input' if wire == 'responses' else 'messages')
     if isinstance(talk, list) and len(talk) > (most := self.config.max_messages): raise _Refused(413, f'{len(talk)} messages; at most {most} are taken (chat.max_messages)')
     if wire == 'responses' and isinstance(talk, list): body['input'] = [_whole(item) for item in talk]
-    try: notes = sanitize(wire, body, self.sampling, call.wires.name) if session.trained else []
+    try: notes = sanitize(wire, body, self.sampling) if session.trained else []
     except ChatError as e: raise _Refused(400, str(e)) from None
     if notes and self.config.on_change == 'refuse': raise _Refused(400, 'this would change what is sampled (chat.on_change is refuse): ' + '; '.join(notes))
     body['model'] = call.wires.name; session.notes.update(notes); call.body = body
@@ -632,7 +654,7 @@ async def shut(self:ChatServer, session):
         await asyncio.gather(*kids, return_exceptions=True)
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), self.loop))
 
-# %% ../nbs/02_chat_server.ipynb #32e3fb54
+# %% ../nbs/02_chat_server.ipynb #a7eedaae
 async def run_chat(
     agent_class,        # a ChatAgent
     task,               # one of its tasks
@@ -666,5 +688,5 @@ async def run_chat(
     finally:
         job.cancel(); gone.cancel(); await asyncio.wait({job}); thread.end()
         for s in filter(None, (session, judge)): await server.shut(s)
-    info.update(session.tree.counts, overruled=sum(session.notes.values()))
+    info.update(session.tree.counts, overruled=sum(session.notes.values()), overruled_fields=dict(session.notes.most_common(20)), rewritten_because=session.tree.reasons[:3])
     return Trajectory(session.tree.rows, reward, outcome, info, str(task['id']), group_id, rollout_id, reason)

@@ -43,7 +43,7 @@ def as_metric(x):
     "A sentence, a tuple or a Metric -> Metric."
     return x if isinstance(x, Metric) else Metric(x) if isinstance(x, str) else Metric(*x)
 
-# %% ../nbs/15_metrics.ipynb #db58148b
+# %% ../nbs/15_metrics.ipynb #6b868a6f
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'step': ('index of the training step, from 0', 'steps', 'grows by 1', ''),
     'version': ('policy version that the batch trained: publications of weights so far', 'versions', 'equals step, because each step publishes', ''),
@@ -55,7 +55,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'turns/cut': ('trained turns that ended because their budget did (finish_reason length)', 'fraction', 'below 0.1', 'raise limits.max_new_tokens, or see shaping.truncated'),
     'rollouts/trained': ('rollouts in the batch', 'rollouts', 'groups x group size', ''),
     'rollouts/filtered_groups': ('finished groups that dynamic filtering refused since the last step', 'groups', 'below the number of trained groups', 'many: tasks too easy or too hard'),
-    'rollouts/error': ('rollouts in which something raised or hung; never a reward of 0', 'rollouts', '0', 'read the reasons; a broken grader is not the policy'),
+    'rollouts/error': ('rollouts in which something raised or hung; never a reward of 0', 'rollouts', '0', 'read the reasons in rollouts.jsonl; a broken grader is not the policy'),
     'rollouts/invalid': ('rollouts whose environment answered nonsense (a NaN, None or text as reward)', 'rollouts', '0', 'repair the environment'),
     'rollouts/truncated': ('trained rollouts that a budget stopped', 'rollouts', 'below 10% of the trained', 'raise the budget, or shape the reward by length'),
     'rollouts/dropped': ('rollouts of the batch left out for another reason: alone in their group, nothing sampled', 'rollouts', '0', 'look for errors in their groups'),
@@ -63,7 +63,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'groups/requeued': ('finished groups that grew older than pool.max_staleness since the last step; their tasks run again', 'groups', '0', 'fewer groups in flight, or a larger max_staleness'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #a9726537
+# %% ../nbs/15_metrics.ipynb #4b0f637b
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'length/mean': ('sampled tokens of a rollout, mean over rollouts', 'tokens', 'moves slowly', 'a jump: reward hacking by length, or a lost stop token'),
     'length/max': ('tokens of the longest row', 'tokens', 'below the row budget', 'at the budget: truncation'),
@@ -74,14 +74,15 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'batch/rows': ('rows of the batch', 'rows', 'at least rollouts/trained', 'many more: contexts are compacted or forked'),
     'batch/tokens': ('tokens of the batch, padding not counted', 'tokens', '', ''),
     'batch/trainable_tokens': ('tokens with a gradient', 'tokens', '', 'a small part of batch/tokens: long prompts or observations'),
-    'chat/branched': ('turns of a chat agent that opened a row of their own beside one that went on: samples, edits, compaction; mean over rollouts', 'turns', 'task dependent', 'more than the agent should need: something in front of the last message changes from request to request'),
+    'chat/first': ('turns of a chat agent before which nothing sampled stands: a new conversation, a helper, a compacted history; mean over rollouts', 'turns', 'as many as the agent has conversations', 'near the number of turns: a system prompt or a tool list changes from request to request, and each turn computes its prompt again'),
+    'chat/branched': ('turns of a chat agent that opened a row of their own beside one that went on: several samples of one prompt, a second answer to a turn; mean over rollouts', 'turns', 'task dependent', 'more than the agent should need: it goes back to earlier turns'),
     'chat/rewritten': ('turns of a chat agent before which the template rewrote the history; mean over rollouts', 'turns', '0', 'look at the template with check_template'),
     'chat/overruled': ('fields of requests that would have changed the sampled distribution, overruled; mean over rollouts', 'fields', '0', 'take temperature, seed, penalties and strict tools out of the agent'),
     'batch/computed': ('positions that the trainer computed per token of the batch', 'ratio', 'below 1 where prompts are shared; about 1 elsewhere', 'above 1.2: look at batch/padding'),
     'batch/padding': ('computed positions that were padding', 'fraction', 'below 0.05', 'pack more in a sequence: policy.packing, policy.pack_tokens; raise policy.micro_batch_tokens'),
 }.items()}
 
-# %% ../nbs/15_metrics.ipynb #2e2dcbb5
+# %% ../nbs/15_metrics.ipynb #6ea19fc1
 GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/groups': ('prompt groups in the batch', 'groups', '', ''),
     'estimator/flat_groups': ('groups in which all rewards are equal: no signal', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
@@ -91,7 +92,7 @@ GLOSSARY |= {k: Metric(*v) for k, v in {
     'estimator/zero_fraction': ('trainable tokens whose advantage is exactly 0', 'fraction', 'below 0.5', 'larger groups, or tasks nearer to a success rate of 0.5'),
     'mismatch/abs_log_mean': ('|log rho|, rho = trainer / engine, mean over trainable tokens', 'nats', 'fp32 1e-6, bf16 below 0.02, plus staleness', 'at step 0 above that: temperature, tokens or weights differ'),
     'mismatch/abs_log_p99': ('|log rho|, 99th percentile', 'nats', 'below 0.3', ''),
-    'mismatch/abs_log_max': ('|log rho|, largest', 'nats', 'below 3', 'look at that token in the inspector'),
+    'mismatch/abs_log_max': ('|log rho|, largest', 'nats', 'below 3; more for old tokens', 'compare with mismatch/abs_log_max/age0: if that is small, it is age (fewer groups in flight); if not, engine and trainer disagree'),
     'mismatch/k3': ('rho - 1 - log rho, mean: estimates KL(engine || trainer)', 'nats/token', 'below 0.01', 'lower the staleness, use a correction'),
     'mismatch/ess': ('effective sample size of rho over trainable tokens', 'fraction', 'above 0.9', 'few tokens carry the weight: use a correction'),
 }.items()}

@@ -76,7 +76,7 @@ def duplicates(trajectories) -> int:
     "How many of the trajectories sampled exactly what one before them did."
     return len(trajectories) - len({tuple(tuple(s.tokens.tolist()) for s in t.segments) for t in trajectories})
 
-# %% ../nbs/24_pool.ipynb #3dcad632
+# %% ../nbs/24_pool.ipynb #eb629d51
 class PoolError(RuntimeError): "Generation cannot go on; the message says why and shows the commonest failure."
 
 class Pool:
@@ -93,9 +93,10 @@ class Pool:
         self.order, self.serial, self.credit, self.version, self.asked = task_order(len(tasks), seed, config.epochs), 0, config.groups_per_batch, 0, 0
         self.flying, self.ready, self.again = {}, deque(), deque()      # id -> Group; Groups; (task, attempt) to run anew
         self.taken, self.ended = 0, False                               # groups of the batch that is being trained; the data have no more tasks
-        self.counts, self.recent, self.reasons = Counter(), deque(maxlen=64), Counter()
+        self.counts, self.recent, self.reasons = Counter(), deque(maxlen=max(64, 2*config.groups_in_flight*config.samples_per_group)), Counter()
         self.drawn, self.visits, self.fates = Counter(), Counter(), defaultdict(Counter)       # by task id
         self.changed, self.error, self.progress, self.barren = asyncio.Event(), None, time.perf_counter(), 0      # barren: groups in a row without one to train
+        self.under_way = 0                                              # rollouts
         self.tally = Counter()                                          # since the last batch: rollouts, tokens, failures
 
 # %% ../nbs/24_pool.ipynb #2157130d
@@ -146,7 +147,7 @@ def _settle(self:Pool, group, state, reason=''):
 @patch
 def _fate(self:Pool, task, state, reason): self.fates[task['id']][f'dropped: {reason}' if state == 'dropped' else state] += 1
 
-# %% ../nbs/24_pool.ipynb #4e48336c
+# %% ../nbs/24_pool.ipynb #a861cb87
 @patch
 async def _group(self:Pool, group):
     try:
@@ -167,13 +168,15 @@ async def _group(self:Pool, group):
 
 @patch
 async def _one(self:Pool, group, k):
-    t = await self.rollout(group.task, group.id, k, rollout_seed(self.seed, group.task['id'], group.visit, k))
+    self.under_way += 1
+    try: t = await self.rollout(group.task, group.id, k, rollout_seed(self.seed, group.task['id'], group.visit, k))
+    finally: self.under_way -= 1
     self.progress = time.perf_counter(); self.recent.append(t.outcome in ('error', 'invalid')); self.tally['tokens'] += t.n_actions
     if self.recent[-1]: self.reasons[t.reason or t.outcome] += 1
     else: self.tally['scored'] += 1; self.tally['reward'] += t.reward
     self._judge(); return t
 
-# %% ../nbs/24_pool.ipynb #04e4c7ba
+# %% ../nbs/24_pool.ipynb #f5377c11
 @patch
 def _fruitless(self:Pool, group):
     self.barren += 1
@@ -182,10 +185,10 @@ def _fruitless(self:Pool, group):
 
 @patch
 def _judge(self:Pool):
-    failed = sum(self.recent)
-    if len(self.recent) >= min(self.recent.maxlen, 2*self.config.samples_per_group) and failed > self.config.max_failure_rate*len(self.recent):
-        (reason, n), = self.reasons.most_common(1)
-        self.error = self.error or PoolError(f'{failed} of the last {len(self.recent)} rollouts failed. The commonest reason ({n} times): {reason}')
+    failed, n = sum(self.recent), len(self.recent)
+    if n >= 2*self.config.samples_per_group and failed > self.config.max_failure_rate*(n + self.under_way):
+        (reason, times), = self.reasons.most_common(1)
+        self.error = self.error or PoolError(f'{failed} of the last {n} rollouts failed. The commonest reason ({times} times): {reason}')
         self.changed.set()
 
 # %% ../nbs/24_pool.ipynb #49877e8e

@@ -324,7 +324,7 @@ def _choice_faults(r):
         except Exception as e: yield f"'policy.schedule' {r.policy.schedule!r} cannot be built: {e}"
     if r.bf16 and not r.sync.bf16_tolerance: yield "'sync.bf16_tolerance' is 0, and bfloat16 log-probs differ: run a few steps with sync.bf16_tolerance=10, read the largest sync/mismatch, write twice that and its 'sync.reason'"
 
-# %% ../nbs/26_recipes.ipynb #5fb310ea
+# %% ../nbs/26_recipes.ipynb #3e186457
 def _chat_faults(r, agent):
     "Parsers are named in vLLM's own tables, which are read without importing it; that takes ten seconds."
     from molt_nb.agents import ChatAgent
@@ -334,7 +334,7 @@ def _chat_faults(r, agent):
     for kind in ('tool', 'reasoning'):
         name, table = getattr(r.chat, f'{kind}_parser'), Path(importlib.util.find_spec('vllm').origin).parent/('tool_parsers' if kind == 'tool' else 'reasoning')/'__init__.py'
         known = re.findall(r'^    "([^"]+)": \(', table.read_text(), re.M)
-        if name is not None and name not in known: yield f"'chat.{kind}_parser': there is no {name!r}; write one of {', '.join(difflib.get_close_matches(name, known, 3, .4) or known)}"
+        if name is not None and name not in known: yield f"'chat.{kind}_parser': there is no {name!r}; " + (f'did you mean {near[0]}?' if (near := difflib.get_close_matches(name, known, 1, .6)) else f"write one of {', '.join(known)}")
     try: known_model(r.chat.judge or r.model)
     except Exception as e: yield f"'chat.judge': {e}"
 

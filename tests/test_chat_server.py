@@ -2,7 +2,7 @@
 
     python tests/test_chat_server.py 120        the fuzzer alone, for so many seconds (make prove)"""
 import asyncio, contextlib, gc, json, logging, os, socket, subprocess, sys, tempfile, threading, time
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 import httpx, numpy as np, psutil, pytest, ray
@@ -130,9 +130,10 @@ def next_talk(kind, n, talk):
     if kind == 'compact': return [user('Summary.'), talk[-1], *([dict(role='tool', of=i, text='7') for i, _, _ in talk[-1]['calls']]), user('next')]
     return talk[:-1]        # again, and all kinds of retry: the question that was asked last
 
-async def play(stage, moves, remember=64):
+async def play(stage, moves, remember=True):
     "Requests as `moves` say, those with a True flag together with the next. Returns the session, what the engine did, how many questions were asked, and how many of them stood on nothing sampled."
-    watched = Watched(stage.engine); s = stage.session(outputs=watched.outputs, max_new_tokens=30); s.heard = deque(maxlen=remember); talks, asked, fresh, known, waiting = [], 0, 0, set(), []
+    watched = Watched(stage.engine); s = stage.session(outputs=watched.outputs, max_new_tokens=30); talks, asked, fresh, known, waiting = [], 0, 0, set(), []
+    if not remember: s.hear = lambda new: None
     def key(talk): return tuple((m['role'], m['text'].strip() if m['role'] == 'assistant' else m['text'], json.dumps([c[1:] for c in m.get('calls', ())], sort_keys=True)) for m in talk)
     async with httpx.AsyncClient() as client:
         async def one(k, kind, n, wire, stream, talk):
@@ -176,7 +177,7 @@ def test_what_was_heard_changes_nothing(stage):
     @settings(max_examples=10, deadline=None, derandomize=True, database=None)
     @given(st.lists(st.tuples(kinds, st.integers(0, 10**6), st.sampled_from(WIRES[:2]*6 + WIRES), st.just(False)), min_size=10, max_size=20))
     def each(moves):
-        (a, seen, *_), (b, read, *_) = (asyncio.run(play(stage, moves, n)) for n in (64, 0))
+        (a, seen, *_), (b, read, *_) = (asyncio.run(play(stage, moves, n)) for n in (True, False))
         assert seen.done == read.done and a.tree.counts == b.tree.counts and [r.tokens.tolist() for r in a.tree.rows] == [r.tokens.tolist() for r in b.tree.rows]
     Session.known = noted
     try: each()
@@ -193,15 +194,29 @@ def test_a_known_conversation(stage):
             async def raw(**more): return await client.post(stage.url + PATH['chat'], json={**sent, **more}, headers={'x-api-key': s.key}, timeout=30)
             r = await raw(messages=sent['messages'] + [dict(role='user', content=7)]); assert r.status_code == 400 and 'messages.4.' in says_why('chat', r), r.text
             assert len(s.heard) == 1 and len(s.heard[0].said) == 2
-            assert (await raw()).status_code == 200 and s.tree.counts == dict(turns=2, first=1, continued=1) and [len(h.said) for h in s.heard] == [4]
+            assert (await raw()).status_code == 200 and s.tree.counts == dict(turns=2, first=1, continued=1) and [len(h.said) for h in s.heard] == [2, 4]
             bare = {**sent, 'messages': sent['messages'] + [dict(role='assistant', content='x'), dict(role='user', content='y')]}; bare.pop('tools')
             assert (await client.post(stage.url + PATH['chat'], json=bare, headers={'x-api-key': s.key})).status_code == 200     # without tools: another prompt, from the start
             assert s.tree.counts == dict(turns=3, first=2, continued=1) and s.tree.rows[1].tokens[:40].tolist() != s.tree.rows[0].tokens[:40].tolist() and '<tools>' not in stage.tokenizer.decode(s.tree.rows[1].tokens)
             ones = [dict(role='user', content=[dict(type='text', text='hi', x=x)]) for x in (1, 1.0, True)]
             for m in ones: assert (await raw(messages=[m, dict(role='user', content='so?')])).status_code == 200 and s.known([chat_server.marshal.dumps(m, 2), b'', b'']) is None
-            assert [s.known([chat_server.marshal.dumps(x, 2), chat_server.marshal.dumps(dict(role='user', content='so?'), 2), b'']) is not None for x in ones] == [True]*3 and len({id(h) for h in s.heard}) == len(s.heard) == 4
+            assert [s.known([chat_server.marshal.dumps(x, 2), chat_server.marshal.dumps(dict(role='user', content='so?'), 2), b'']) is not None for x in ones] == [True]*3
+            part = dict(role='user', content=[dict(type='image_url', image_url=dict(url='data:image/png;base64,iVBORw0KGgo='), text='caption')]); turns = s.tree.counts['turns']
+            for more in ([], [dict(role='assistant', content='ok'), dict(role='user', content='so?')]):           # refused, and its continuation is refused too
+                r = await raw(messages=[part, *more]); assert r.status_code == 400 and 'multimodal' in says_why('chat', r), r.text
+            deep = json.loads('{"a": ' * 600 + '1' + '}' * 600); call = dict(id='c', type='function', function=dict(name='add', arguments=json.dumps(deep)))
+            r = await raw(messages=[dict(role='user', content='hi'), dict(role='assistant', tool_calls=[call]), dict(role='user', content='so?')]); assert r.status_code == 400 and 'deep' in says_why('chat', r), r.text
+            for k in range(70): assert (await raw(messages=[dict(role='user', content='again')])).status_code == 200
+            forks = [(await raw(messages=[dict(role='user', content='again'), dict(role='assistant', content=f'{k}'), dict(role='user', content='so?')])).status_code for k in range(3)]
+            assert forks == [200]*3 and sum(len(h.said) == 1 and b'again' in h.said[0] for h in s.heard) == 1 and s.known([*next(h for h in s.heard if b'again' in h.said[0]).said, b'']) and s.tree.counts['turns'] == turns + 73
+            done = [c for same in s.calls.values() for c in same]
+            assert all(c.plan is c.body is c.said is c.known is c.request is None and all(o.prompt_token_ids is None for o in c.outs) for c in done) and len(done) > 80
         await stage.server.shut(s)
     asyncio.run(main()); assert not stage.server.gate.faults
+
+def test_a_role_is_no_text(stage):
+    "A role that contains what looks like a text is another conversation."
+    assert chat_server.prefix_keys([dict(role='user 7 x', content='abc')]) != chat_server.prefix_keys([dict(role='user', content='x 3 abc')])
 
 # ---------------------------------------------------------------- six wires, equal rows
 
