@@ -109,7 +109,7 @@ class _Thread:
 
     def end(self): self.loop.call_soon_threadsafe(self.jobs.put_nowait, None)
 
-# %% ../nbs/01_agents.ipynb #99a6431c
+# %% ../nbs/01_agents.ipynb #9666068e
 class _Fault(Exception):
     "A rollout that ends without a reward: outcome, where it happened, why."
     def __init__(self, outcome, where, why, trace=''): self.outcome, self.where, self.why, self.trace = outcome, where, why, trace
@@ -119,7 +119,7 @@ def _at(error):
     import molt_nb
     ours = ('<', *(f'{p}/' for p in (sys.prefix, sys.base_prefix, *molt_nb.__path__)))
     found = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    return f' ({Path(found[-1].filename).name}, line {found[-1].lineno})' if found else ''
+    return f" ({'a cell' if 'ipykernel' in found[-1].filename else Path(found[-1].filename).name}, line {found[-1].lineno})" if found else ''
 
 async def _call(thread, where, timeout, f, *args):
     "The result of user code; a `_Fault` if it raises or takes longer than `timeout` seconds."
