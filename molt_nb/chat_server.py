@@ -223,7 +223,7 @@ class Judge(Session):
     "A session beside the rollout: answers are free, and none is trained."
     trained = False
 
-# %% ../nbs/02_chat_server.ipynb #572f5a99
+# %% ../nbs/02_chat_server.ipynb #f5f941da
 CALL = contextvars.ContextVar('call', default=None)      # the request that vLLM's handlers are working on
 
 class Call:
@@ -231,9 +231,9 @@ class Call:
     def __init__(self, session, wires, digest='', retry=0):
         self.session, self.wires, self.digest, self.retry = session, wires, digest, retry
         self.plan = self.request = self.cut = self.body = self.said = self.known = self.heard = None      # said: the messages, marshalled; known, heard: Heard, before and after
-        self.outs, self.done, self.ok, self.replaced = [], asyncio.Event(), False, False
+        self.outs, self.ended, self.done, self.ok, self.replaced = [], {}, asyncio.Event(), False, False
 
-# %% ../nbs/02_chat_server.ipynb #653566c0
+# %% ../nbs/02_chat_server.ipynb #109e9266
 @patch
 def read(self:Call, messages, tools, options) -> list[int]:
     "The prompt's ids. `messages` are those after what is `known`. ChatError, RenderError."
@@ -252,6 +252,7 @@ def read(self:Call, messages, tools, options) -> list[int]:
 def forget(self:Call):
     "What a retry may need stays: the outputs, but for their prompt, which it has itself."
     self.plan = self.request = self.body = self.said = self.known = self.heard = None
+    self.ended = {}
     for out in self.outs: out.prompt_token_ids = None
 
 @patch
@@ -274,7 +275,7 @@ async def answer(self:Call, params, request_id):
             async for out in self._sample(params, request_id): yield out
     finally: self.done.set()
 
-# %% ../nbs/02_chat_server.ipynb #647a7084
+# %% ../nbs/02_chat_server.ipynb #0d4680f0
 @patch
 async def _sample(self:Call, params, request_id):
     "Ask the engine for `params.n` samples, side by side."
@@ -285,7 +286,7 @@ async def _sample(self:Call, params, request_id):
     if not room: self.outs.append(_nothing(request_id, plan.ids, n)); self.ok = True; yield self.outs[0]; return
     params.max_tokens, queue, last = min(room, params.max_tokens or room), asyncio.Queue(), {}
     self.cut = params.max_tokens == room
-    kids = [asyncio.ensure_future(self._one(i, params, f'{request_id}-{i}', queue)) for i in range(n)]
+    kids = [asyncio.ensure_future(self._one(i, n, params, f'{request_id}-{i}', queue)) for i in range(n)]
     s.active.update(kids)
     def take(i, out, error):
         "What can be told now."
@@ -302,10 +303,10 @@ async def _sample(self:Call, params, request_id):
         with contextlib.suppress(Exception):                              # the client has gone: what was recorded is for its retry
             while not queue.empty(): take(*queue.get_nowait())
 
-# %% ../nbs/02_chat_server.ipynb #fbe5913c
+# %% ../nbs/02_chat_server.ipynb #608a2a56
 @patch
-async def _one(self:Call, i, params, request_id, queue):
-    "One sample: its outputs go into `queue`, the turn into the tree."
+async def _one(self:Call, i, n, params, request_id, queue):
+    "One of `n` samples: its outputs go into `queue`; the last to end puts the turns of all into the tree."
     s, plan, request, ids, logprobs, text, ended = self.session, self.plan, self.request, [], [], '', False      # of its own: it may outlive the call
     params = params.clone(); params.n = 1; params.seed = s.next_seed(plan.key) if s.trained else params.seed
     try:
@@ -314,7 +315,8 @@ async def _one(self:Call, i, params, request_id, queue):
                 x = out.outputs[0]; x.index = i; out.prompt_token_ids, out.request_id = plan.ids, request_id; ended = out.finished
                 ids += x.token_ids; text += x.text; logprobs += [lp[t].logprob for t, lp in zip(x.token_ids, x.logprobs or ())]
                 if ended and x.finish_reason == 'abort': raise ConnectionAbortedError(f'request {request_id} was aborted')
-                if ended and s.trained: self._record(plan, request, ids, logprobs, text, out)
+                if ended: self.ended[i] = ids, logprobs, text, out
+                for k in range(n if ended and s.trained and len(self.ended) == n else 0): self._record(plan, request, *self.ended[k])
                 queue.put_nowait((i, out, None))
     except asyncio.CancelledError: queue.put_nowait((i, None, ConnectionAbortedError('the rollout has ended'))); raise
     except Exception as e:

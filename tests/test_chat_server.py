@@ -214,6 +214,25 @@ def test_a_known_conversation(stage):
         await stage.server.shut(s)
     asyncio.run(main()); assert not stage.server.gate.faults
 
+def test_a_part_of_the_samples_is_no_answer(stage):
+    "Two samples are asked for, one ends, the client goes away and asks again: two turns are trained, not three."
+    said = Watched(stage.engine); slow = asyncio.Event()
+    async def outputs(ids, params, request_id, free=False):
+        if request_id.endswith('-1') and not slow.is_set(): await asyncio.sleep(60)
+        async for out in said.outputs(ids, params, request_id, free): yield out
+    async def main():
+        for stream in (False, True):
+            s = stage.session(outputs=outputs); slow.clear(); said.done.clear()
+            async with httpx.AsyncClient() as client:
+                def send(n): return asyncio.ensure_future(client.post(stage.url + PATH['chat'], json=body('chat', stream, [dict(role='user', text='What is 1 + 2 + 3?')], n=2), headers={'x-api-key': s.key, 'x-stainless-retry-count': str(n)}, timeout=30))
+                first = send(0)
+                while not said.done: await asyncio.sleep(.01)
+                first.cancel(); await asyncio.gather(first, return_exceptions=True); slow.set()
+                r = await send(1); assert r.status_code == 200 and s.tree.counts == dict(turns=2, first=2) and len(s.tree.rows) == 2, s.tree.counts
+                again = await send(2); assert again.status_code == 200 and s.tree.counts['turns'] == 2
+            await stage.server.shut(s)
+    asyncio.run(main())
+
 def test_a_role_is_no_text(stage):
     "A role that contains what looks like a text is another conversation."
     assert chat_server.prefix_keys([dict(role='user 7 x', content='abc')]) != chat_server.prefix_keys([dict(role='user', content='x 3 abc')])
