@@ -16,6 +16,7 @@ help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 14
 
 .venv/installed: requirements-cpu.lock pyproject.toml
+	@$(PYTHON) -c "import sys; v = sys.version_info; v[:2] == (3, 11) and v >= (3, 11, 5) or sys.exit(f'Python 3.11.5 or a later 3.11 is needed, and $(PYTHON) is {v[0]}.{v[1]}.{v[2]}: make PYTHON=/path/to/python3.11 ...')"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements-cpu.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
