@@ -6,8 +6,8 @@
 __all__ = ['HARMLESS', 'NEUTRAL', 'CALL', 'PATHS', 'ChatError', 'plain_messages', 'prefix_keys', 'Sampled', 'Plan', 'Tree',
            'sanitize', 'Heard', 'Session', 'Judge', 'Call', 'Wires', 'Gate', 'Chat', 'ChatServer', 'run_chat']
 
-# %% ../nbs/02_chat_server.ipynb #9a119613
-import asyncio, concurrent.futures, contextlib, contextvars, copy, hashlib, json, marshal, re, secrets, threading, traceback
+# %% ../nbs/02_chat_server.ipynb #3ead00e5
+import asyncio, concurrent.futures, contextlib, contextvars, copy, hashlib, json, logging, marshal, re, secrets, threading, traceback
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -404,7 +404,7 @@ def _steady(parser, auto):
             return DeltaMessage(**new) if new else None
     return Steady
 
-# %% ../nbs/02_chat_server.ipynb #ceaebebf
+# %% ../nbs/02_chat_server.ipynb #bf8258d2
 class Wires:
     "vLLM's three chat APIs for one checkpoint, as an ASGI app without an engine."
     def __init__(self, model_path, name, tool_parser=None, reasoning_parser=None):
@@ -415,6 +415,7 @@ class Wires:
         args = AsyncEngineArgs(model=str(model_path), dtype='float32')
         config = VllmConfig(model_config=args.create_model_config(), structured_outputs_config=args.create_structured_outputs_config())
         config.model_config.max_model_len = 1 << 40          # how long a row may be is the session's business
+        logging.getLogger('vllm.tool_parsers').setLevel(logging.CRITICAL)       # a call that the policy got wrong stays text; a traceback for each is no news
         self.name, self.client, self.tokenizer, self._renderers = name, _EngineClient(config), load_tokenizer(model_path), OrderedDict()
         models = OpenAIServingModels(self.client, [BaseModelPath(name=name, model_path=str(model_path))])
         common = dict(request_logger=None, chat_template=None, chat_template_content_format='string', enable_auto_tools=tool_parser is not None, tool_parser=tool_parser, reasoning_parser=reasoning_parser or '')
