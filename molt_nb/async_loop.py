@@ -509,7 +509,7 @@ def _at_exit(self:AsyncLoop):
     try: work.result(20)
     except Exception: pass
 
-# %% ../nbs/20_async_loop.ipynb #d3cb171d
+# %% ../nbs/20_async_loop.ipynb #8dfd529f
 def seconds_left(
     history:list[dict],         # run.history
     steps:int,                  # of the whole run
@@ -525,7 +525,7 @@ def progress_line(
     max_minutes:float=None,
 ) -> str:
     "One line a step: reward, staleness, mismatch, speeds and the time left; and what is lost, if it is much."
-    m, n, left = history[-1], len(history), seconds_left(history, steps, max_minutes); failed = m['rollouts/error'] + m['rollouts/invalid']
-    lost = f'  {failed:.0f} FAILED (rollouts.jsonl)'*(failed > 0) + f"  {m['rollouts/truncated']:.0f} of {m['rollouts/trained']:.0f} TRUNCATED by limits"*(m['rollouts/truncated'] > .1*m['rollouts/trained'])
+    m, n, left = history[-1], len(history), seconds_left(history, steps, max_minutes); failed, trained, stopped = m['rollouts/error'] + m['rollouts/invalid'], m['rollouts/trained'], m['rollouts/truncated']
+    lost = f'  {failed:.0f} FAILED (rollouts.jsonl)'*(failed > 0) + f'  {stopped:.0f} of {trained:.0f} STOPPED by a limit (rollouts.jsonl)'*(stopped/max(1, trained) - m['turns/cut'] > .1)      # an answer that is cut may be meant
     return (f"step {n:3d}/{steps}  reward {m['reward/raw_mean']:.2f}  staleness {m['staleness/mean']:.1f} (max {m['staleness/max']:.0f})  mismatch {m['mismatch/abs_log_max']:.1e} (sync {m['sync/mismatch']:.1e})  "
             f"engine {m['speed/engine_tokens_per_s']:5.0f} tok/s  trainer {m['speed/trainer_tokens_per_s']:5.0f} tok/s  {m['time/step']:.1f} s  {left//60:.0f}:{left%60:02.0f} left{lost}")
