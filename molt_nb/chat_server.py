@@ -233,7 +233,7 @@ class Call:
         self.plan = self.request = self.cut = self.body = self.said = self.known = self.heard = None      # said: the messages, marshalled; known, heard: Heard, before and after
         self.outs, self.ended, self.done, self.ok, self.replaced = [], {}, asyncio.Event(), False, False
 
-# %% ../nbs/02_chat_server.ipynb #109e9266
+# %% ../nbs/02_chat_server.ipynb #4517bb9f
 @patch
 def read(self:Call, messages, tools, options) -> list[int]:
     "The prompt's ids. `messages` are those after what is `known`. ChatError, RenderError."
@@ -248,6 +248,7 @@ def read(self:Call, messages, tools, options) -> list[int]:
         self.heard = Heard(self.said, plain, root, keys, sum(map(len, self.said)))
     return self.plan.ids
 
+# %% ../nbs/02_chat_server.ipynb #11707d87
 @patch
 def forget(self:Call):
     "What a retry may need stays: the outputs, but for their prompt, which it has itself."

@@ -114,7 +114,7 @@ class Segment:
     def _joined(self, column): return np.concatenate([chunk[column] for chunk in self._chunks])
     def _tops(self, column, fill): return np.concatenate([np.full((len(c[0]), self.top_k), fill) if c[column] is None else c[column] for c in self._chunks]) if self.top_k else None
 
-# %% ../nbs/00_tokens.ipynb #d83b413d
+# %% ../nbs/00_tokens.ipynb #bb9489e7
 _COLUMNS = dict(tokens='int64', logprobs='float32', versions='int32', top_tokens='int64', top_logprobs='float32')
 
 @patch(as_prop=True)
@@ -137,6 +137,7 @@ def versions(self: Segment) -> np.ndarray:
     "int32 [T]: policy version that sampled the token, else -1."
     return self._joined(2)
 
+# %% ../nbs/00_tokens.ipynb #2e6342f6
 @patch(as_prop=True)
 def top_tokens(self: Segment) -> np.ndarray | None:
     "int64 [T, k]: the engine's k likeliest ids where `action_mask`, else -1; None where its turns have none."
